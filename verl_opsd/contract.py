@@ -1,0 +1,129 @@
+"""The evaluation contract: everything that decides a score, frozen and hashed.
+
+Collection, training and evaluation run under one contract. Its hash is stamped on every turn and episode, and artefacts of
+different contracts are never mixed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl_opsd.errors import OpsdError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class EvalContract:
+    """One frozen set of rules under which agents act and are graded.
+
+    Attributes:
+        step_limit: model calls an agent may make, >= 1 (0, "unlimited" in the harness, is refused).
+        command_timeout_s: seconds one shell command may run before its process tree is killed.
+        wall_limit_s: seconds one agent may take in all.
+        max_tokens: new tokens a model call may produce.
+        context_length: tokens of prompt plus reply that a call may hold.
+        temperature, top_p, top_k: sampling; ``top_k=-1`` means no limit.
+        compaction: whether the harness summarises a long history; ``compaction_trigger`` is in prompt tokens.
+        thinking: whether reasoning of earlier turns stays in the prompt (``keep``, append-only) or is stripped.
+        tool_parser: name of the parser that turns reply tokens into tool calls.
+        concurrency: pairs that run at once.
+        messaging, git: whether agents can message each other and share a git remote.
+        sandbox: backend that runs the agents' commands.
+        grader: policy that turns patches into a grade.
+        harness: name, version and tree hash of the harness that runs.
+        templates_hash: SHA-256 of the prompt templates and of the chat template.
+        dataset_hash: SHA-256 of the task files that the run may touch.
+    """
+
+    step_limit: int = 200
+    command_timeout_s: float = 300.0
+    wall_limit_s: float = 3600.0
+    max_tokens: int = 4096
+    context_length: int = 65536
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    compaction: bool = False
+    compaction_trigger: int = 28000
+    thinking: Literal["keep", "strip"] = "keep"
+    tool_parser: str = "hermes"
+    concurrency: int = 4
+    messaging: bool = True
+    git: bool = True
+    sandbox: str = "bubblewrap"
+    grader: str = "merged-tree"
+    harness: str = ""
+    templates_hash: str = ""
+    dataset_hash: str = ""
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        positive = ("step_limit", "command_timeout_s", "wall_limit_s", "max_tokens", "context_length", "concurrency")
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise OpsdError(
+                    f"contract.{name}={getattr(self, name)!r}",
+                    f"{name} is a limit and must be above 0; unlimited runs are not comparable with anything",
+                    f"set contract.{name} to the value that evaluation uses (step_limit: 200)",
+                )
+        if self.max_tokens >= self.context_length:
+            raise OpsdError(
+                f"contract.max_tokens={self.max_tokens} with contract.context_length={self.context_length}",
+                "a reply must fit into the context together with its prompt",
+                "lower contract.max_tokens or raise contract.context_length",
+            )
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or (self.top_k != -1 and self.top_k < 1):
+            raise OpsdError(
+                f"contract sampling temperature={self.temperature} top_p={self.top_p} top_k={self.top_k}",
+                "temperature >= 0, 0 < top_p <= 1, top_k = -1 (no limit) or >= 1",
+                "correct the sampling fields of the contract",
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, in the order of the fields."""
+        return dataclasses.asdict(self)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 (64 hex digits) of the canonical JSON of all fields."""
+        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> EvalContract:
+        """Builds a contract; an unknown or missing schema or field is refused.
+
+        Raises:
+            OpsdError: a key is not a field of this version of the contract.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise OpsdError(
+                f"contract fields {unknown}", f"the contract's fields are {sorted(known)}", "remove or rename the fields"
+            )
+        return cls(**values)
+
+    def diff(self, other: EvalContract) -> dict[str, tuple[Any, Any]]:
+        """Fields that differ: name -> (value here, value there)."""
+        mine, theirs = self.as_dict(), other.as_dict()
+        return {k: (mine[k], theirs[k]) for k in mine if mine[k] != theirs[k]}
+
+    def require_same(self, other: EvalContract, what: str) -> None:
+        """Refuses to mix artefacts of two contracts, showing the difference field by field.
+
+        Raises:
+            OpsdError: any field differs.
+        """
+        different = self.diff(other)
+        if different:
+            lines = "; ".join(f"{k}: {a!r} != {b!r}" for k, (a, b) in different.items())
+            raise OpsdError(
+                f"{what} was made under another contract ({lines})",
+                "collection, training and evaluation share one contract",
+                "collect again under this contract, or run with the contract of the artefact",
+            )
