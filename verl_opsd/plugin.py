@@ -1,0 +1,166 @@
+"""verl's entry point: imported by every process that imports verl, so it imports nothing heavy.
+
+Registrations happen in post-import hooks: when verl imports the module that holds a registry, our entry is added. A failure
+here stops the process with an error, because verl itself logs a broken plugin at DEBUG level and goes on without it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+SUPPORTED_VERL = "0.9.1"
+_HOOKS: dict[str, list[Callable[[ModuleType], None]]] = {}
+
+
+def conf_dir() -> Path:
+    """Folder of the Hydra config groups: inside the package in a wheel, beside it in a source checkout."""
+    here = Path(__file__).resolve().parent
+    installed = here / "hydra_conf"
+    return installed if installed.is_dir() else here.parent / "hydra_conf"
+
+
+def cache_dir() -> Path:
+    """Where prepared models and tasks are kept: ``OPSD_CACHE``, by default ``~/.cache/verl-opsd``."""
+    return Path(os.environ.get("OPSD_CACHE") or Path.home() / ".cache" / "verl-opsd")
+
+
+def register_resolvers() -> None:
+    """OmegaConf resolvers used by our configs: ``opsd_scale`` (from the hardware) and ``opsd_cache`` (a path)."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("opsd_scale", _scale_from_hardware, replace=True)
+    OmegaConf.register_new_resolver("opsd_cache", lambda *parts: str(cache_dir().joinpath(*parts)), replace=True)
+
+
+def _scale_from_hardware() -> str:
+    """``local`` without an accelerator, else the largest of gpu1, gpu2, gpu8 that the visible devices carry."""
+    import torch
+
+    n = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return "local" if n == 0 else "gpu1" if n == 1 else "gpu2" if n < 8 else "gpu8"
+
+
+def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
+    """Calls ``callback(module)`` right after ``name`` was imported, or now if it is there already."""
+    module = sys.modules.get(name)
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        callback(module)
+        return
+    if not any(isinstance(f, _Finder) for f in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    _HOOKS.setdefault(name, []).append(callback)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Wraps the loader of hooked modules; every other import passes through untouched."""
+
+    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+        if name not in _HOOKS:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, name)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, inner: importlib.abc.Loader, name: str):
+        self._inner, self._name = inner, name
+
+    def create_module(self, spec):  # type: ignore[no-untyped-def]
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        for callback in _HOOKS.pop(self._name, []):
+            _loud(lambda callback=callback: callback(module), f"registering with {self._name}")
+
+    def __getattr__(self, key: str):  # type: ignore[no-untyped-def]
+        return getattr(self._inner, key)
+
+
+def _loud(action: Callable[[], None], what: str) -> None:
+    """Runs ``action``; an exception ends the process, since verl would swallow it and run without this plugin."""
+    try:
+        action()
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(
+            f"verl-opsd: {what} failed (traceback above); nothing was started.\n"
+            f"  rule: verl-opsd supports verl {SUPPORTED_VERL} and refuses to run half registered\n"
+            "  way out: run `opsd doctor`; VERL_USE_EXTERNAL_PLUGINS=none runs verl without this plugin"
+        ) from None
+
+
+def _register_hydra() -> None:
+    """Registers the search path plugin where Hydra's own discovery can't see it (PEP 660 editable installs)."""
+    if not any(a.lstrip("+").startswith("recipe=") for a in sys.argv[1:]):
+        return
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    if any(c.__name__ == "VerlOpsdSearchPathPlugin" for c in Plugins.instance().discover(SearchPathPlugin)):
+        return
+    path = Path(__file__).resolve().parent.parent / "hydra_plugins" / "verl_opsd_search_path" / "__init__.py"
+    if not path.is_file():
+        raise RuntimeError(
+            f"`+recipe=` can't be resolved: Hydra does not see hydra_plugins.verl_opsd_search_path and {path} is missing; "
+            "install with `pip install .` or `pip install -e . --config-settings editable_mode=compat`"
+        )
+    spec = importlib.util.spec_from_file_location("hydra_plugins.verl_opsd_search_path", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    Plugins.instance().register(module.VerlOpsdSearchPathPlugin)
+
+
+def _register() -> None:
+    from importlib.metadata import version
+
+    found = version("verl")
+    if found != SUPPORTED_VERL:
+        raise RuntimeError(f"verl {found} is installed; this version of verl-opsd hangs on the seams of {SUPPORTED_VERL}")
+    register_resolvers()
+    _register_hydra()
+
+    import torch
+
+    if not torch.cuda.is_available():
+        from verl_opsd.verl_adapter import platform
+
+        platform.register()
+
+    def rollout_base(module: ModuleType) -> None:
+        from verl_opsd.verl_adapter.rollout import register_rollout
+
+        register_rollout(module)
+
+    def replica(module: ModuleType) -> None:
+        from verl_opsd.verl_adapter.rollout import register_replica
+
+        register_replica(module)
+
+    def trainer(module: ModuleType) -> None:
+        import verl_opsd.verl_adapter.trainer  # noqa: F401
+
+    def agent_loop(module: ModuleType) -> None:
+        import verl_opsd.verl_adapter.agent_loop  # noqa: F401
+
+    after_import("verl.workers.rollout.base", rollout_base)
+    after_import("verl.workers.rollout.replica", replica)
+    after_import("verl.trainer.ppo.v1", trainer)
+    after_import("verl.experimental.agent_loop", agent_loop)
+
+
+_loud(_register, "loading the plugin")
