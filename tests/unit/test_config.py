@@ -1,0 +1,97 @@
+"""The opsd section: every unknown key, wrong type and contradiction is named; nothing is converted silently."""
+
+import copy
+
+import pytest
+
+from verl_opsd.config import OpsdConfig
+from verl_opsd.errors import OpsdError
+
+GOOD = {
+    "recipe": "opd",
+    "scale": "local",
+    "mode": "online",
+    "tasks": {"dataset": "pocket", "train": "pocket_train", "eval": "pocket_eval"},
+    "brief": {"name": "peer_spec"},
+    "teacher": {},
+    "loss": {"turn_kinds": ["policy"]},
+    "contract": {"step_limit": 6, "max_tokens": 64, "context_length": 4096},
+}
+
+
+def changed(path: str, value: object) -> dict:
+    values = copy.deepcopy(GOOD)
+    *parents, last = path.split(".")
+    node = values
+    for p in parents:
+        node = node.setdefault(p, {})
+    node[last] = value
+    return values
+
+
+def test_good_section_parses_with_its_values():
+    c = OpsdConfig.parse(GOOD)
+    assert (c.contract.step_limit, c.loss.turn_kinds, c.brief.placement, c.loss.anchor) == (6, ("policy",), "system", 0.0)
+
+
+def test_int_becomes_float_without_loss():
+    assert OpsdConfig.parse(changed("loss.anchor", 1)).loss.anchor == 1.0
+
+
+@pytest.mark.parametrize("path", ["lossy", "loss.anchr", "tasks.trian", "contract.steps", "brief.text", "teacher.x"])
+def test_unknown_key_is_named(path):
+    with pytest.raises(OpsdError, match=f"opsd.{path}"):
+        OpsdConfig.parse(changed(path, 1))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("loss.anchor", "0.5"),
+        ("loss.epochs", 1.5),
+        ("loss.epochs", True),
+        ("loss.divergence", "kl"),
+        ("tasks.prepare", 1),
+        ("brief.placement", "think"),
+        ("contract.step_limit", "200"),
+        ("mode", "off"),
+        ("tasks", "pocket"),
+    ],
+)
+def test_wrong_type_or_choice_is_named(path, value):
+    with pytest.raises(OpsdError, match=f"opsd.{path}"):
+        OpsdConfig.parse(changed(path, value))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"teacher.kind": "device"},
+        {"teacher.path": "somewhere"},
+        {"sandbox.backend": "process"},
+        {"contract.sandbox": "docker"},
+        {"loss.divergence": "jsd"},
+        {"loss.beta": 0.5},
+        {"loss.anchor": -0.1},
+        {"loss.epochs": 0},
+        {"contract.step_limit": 0},
+        {"contract.thinking": "strip"},
+        {"contract.max_tokens": 4096},
+    ],
+)
+def test_contradictions_are_refused(changes):
+    values = copy.deepcopy(GOOD)
+    for path, value in changes.items():
+        node = values
+        *parents, last = path.split(".")
+        for p in parents:
+            node = node.setdefault(p, {})
+        node[last] = value
+    with pytest.raises(OpsdError, match="rule:"):
+        OpsdConfig.parse(values)
+
+
+def test_missing_key_is_named():
+    values = {k: v for k, v in GOOD.items() if k != "recipe"}
+    with pytest.raises(OpsdError, match=r"opsd\.recipe"):
+        OpsdConfig.parse(values)
