@@ -1,4 +1,4 @@
-"""The `opsd` section of the configuration: frozen dataclasses, every key known, contradictions refused before anything starts."""
+"""The `opsd` section of the configuration: frozen dataclasses, unknown keys and contradictions are refused."""
 
 from __future__ import annotations
 
