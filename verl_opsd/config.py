@@ -105,7 +105,8 @@ class OpsdConfig:
     contract: EvalContract
     gates: GatesConfig = field(default_factory=GatesConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    student: str = ""
+    student: Literal["", "tiny", "smollm"] = ""
+    corpus: str | None = None
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> OpsdConfig:

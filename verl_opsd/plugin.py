@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 import traceback
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -32,11 +33,18 @@ def cache_dir() -> Path:
 
 
 def register_resolvers() -> None:
-    """OmegaConf resolvers used by our configs: ``opsd_scale`` (from the hardware) and ``opsd_cache`` (a path)."""
+    """OmegaConf resolvers used by our configs.
+
+    ``opsd_scale``: name of the scale that fits the hardware. ``opsd_cache``: a path below the cache. ``opsd_slots``: device
+    slots of a run without accelerators, student ranks plus teacher workers. ``opsd_ray_tmp``: a new short directory for Ray's
+    session, removed after the run.
+    """
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("opsd_scale", _scale_from_hardware, replace=True)
     OmegaConf.register_new_resolver("opsd_cache", lambda *parts: str(cache_dir().joinpath(*parts)), replace=True)
+    OmegaConf.register_new_resolver("opsd_slots", lambda n, kind, teacher: n + (teacher if kind == "device" else 0), replace=True)
+    OmegaConf.register_new_resolver("opsd_ray_tmp", lambda: f"/tmp/opsd-ray-{uuid.uuid4().hex[:8]}", replace=True)
 
 
 def _scale_from_hardware() -> str:

@@ -1,0 +1,119 @@
+"""The run directory: what ran, what was decided, what came out. Every file is written under a temporary name and renamed.
+
+    meta.json            versions, devices, command, resolved config
+    contract.json        the frozen evaluation contract of this run
+    evidence.jsonl       append-only: every gate with its threshold, value and verdict
+    episodes/            turns, episodes and grades (Parquet)
+    stages/              one manifest a stage, with its seconds and the hashes of its inputs and outputs
+    checkpoints/         verl's checkpoints and the exported adapter
+    report.json          the table at the end
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from verl_opsd.contract import EvalContract
+from verl_opsd.errors import OpsdError
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes ``value`` atomically: readers see the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    temporary.replace(path)
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class RunDir:
+    """Paths and writers of one run directory; cheap to open from any process of the run."""
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+
+    @classmethod
+    def from_env(cls) -> RunDir:
+        """The directory of the run that this process belongs to (``OPSD_RUN_DIR``).
+
+        Raises:
+            OpsdError: the variable is not set.
+        """
+        value = os.environ.get("OPSD_RUN_DIR")
+        if not value:
+            raise OpsdError(
+                "OPSD_RUN_DIR is not set",
+                "every process of a run knows its run directory; the recipe sets it through hydra.job.env_set",
+                "start the run with `+recipe=...`; on an existing Ray cluster add OPSD_RUN_DIR to "
+                "ray_kwargs.ray_init.runtime_env.env_vars",
+            )
+        return cls(value)
+
+    @property
+    def episodes(self) -> Path:
+        return self.path / "episodes"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.json"
+
+    def contract(self) -> EvalContract:
+        """The frozen contract of this run."""
+        return EvalContract.from_dict(json.loads((self.path / "contract.json").read_text()))
+
+    def evidence(self, gate: str, value: Any, threshold: Any, passed: bool, detail: str = "") -> None:
+        """Appends one verdict; a line is written with a single call, so that concurrent writers don't interleave."""
+        line = {
+            "time": time.time(),
+            "gate": gate,
+            "value": value,
+            "threshold": threshold,
+            "verdict": "pass" if passed else "fail",
+            "detail": detail,
+        }
+        with (self.path / "evidence.jsonl").open("a") as f:
+            f.write(json.dumps(line) + "\n")
+
+    def require(self, gate: str, value: Any, threshold: Any, passed: bool, way_out: str, detail: str = "") -> None:
+        """Records a verdict and stops the run when it failed.
+
+        Raises:
+            OpsdError: ``passed`` is False.
+        """
+        self.evidence(gate, value, threshold, passed, detail)
+        if not passed:
+            raise OpsdError(f"gate {gate}: {value} against {threshold} {detail}".rstrip(), "gates fail closed", way_out)
+
+    @contextmanager
+    def stage(self, step: int, name: str, inputs: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+        """Times a stage and writes its manifest when it ends; the body fills ``outputs``. A failed stage leaves none."""
+        outputs: dict[str, Any] = {}
+        started = time.time()
+        yield outputs
+        write_json(
+            self.path / "stages" / f"{step:04d}-{name}.json",
+            {
+                "step": step,
+                "stage": name,
+                "state": "done",
+                "inputs": inputs or {},
+                "outputs": outputs,
+                "started": started,
+                "seconds": time.time() - started,
+            },
+        )
+
+    def stages(self) -> list[dict[str, Any]]:
+        """All manifests, in order."""
+        return [json.loads(p.read_text()) for p in sorted((self.path / "stages").glob("*.json"))]

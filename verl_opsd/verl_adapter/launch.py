@@ -1,0 +1,276 @@
+"""Everything that is checked and made before verl starts anything: bad input stops here, with exit code 2 and nothing left."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_opsd.config import OpsdConfig
+from verl_opsd.contract import EvalContract
+from verl_opsd.cooperbench.types import PairTask
+from verl_opsd.errors import OpsdError
+from verl_opsd.plugin import cache_dir
+from verl_opsd.rundir import RunDir, write_json
+
+PACKAGES = ("verl-opsd", "verl", "torch", "transformers", "peft", "ray", "cooperbench", "TransferQueue", "vllm")
+
+
+def parse(config: DictConfig) -> OpsdConfig:
+    """The `opsd` section, validated; verl's own keys that contradict it are refused.
+
+    Raises:
+        OpsdError: see :meth:`OpsdConfig.parse`, and every contradiction between verl's keys and ours.
+    """
+    if not isinstance(config.get("recipe", None), (type(None), DictConfig)) or "opsd" not in config:
+        raise OpsdError(
+            f"+recipe={config.get('recipe')} is a plain key in the composed config",
+            "`+recipe=` must be resolved as a config group, or verl's defaults would run instead",
+            "install with `pip install .`, or `pip install -e . --config-settings editable_mode=compat`",
+        )
+    opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
+    _verl_contradictions(config, opsd)
+    return opsd
+
+
+def _verl_contradictions(config: DictConfig, opsd: OpsdConfig) -> None:
+    rollout, actor, model = (config.actor_rollout_ref[k] for k in ("rollout", "actor", "model"))
+    c = opsd.contract
+    for where, node in (("rollout", rollout), ("rollout.val_kwargs", rollout.val_kwargs)):
+        got, want = (node.temperature, node.top_p, node.top_k), (c.temperature, c.top_p, c.top_k)
+        if got != want:
+            raise OpsdError(
+                f"actor_rollout_ref.{where} samples with temperature, top_p, top_k = {got}",
+                f"the contract says {want}; training and evaluation sample as the contract says",
+                "change opsd.contract instead",
+            )
+    lora = model.lora_rank > 0 or model.lora.rank > 0 or model.lora_adapter_path is not None
+    rules = [
+        (actor.strategy != "fsdp2", f"actor.strategy={actor.strategy}", "the engine runs under FSDP2 only", "set it to fsdp2"),
+        (model.lora.merge, "model.lora.merge=true", "a bf16 merge loses almost all of a small update", "set it to false"),
+        (
+            config.trainer.v1.trainer_mode != "opsd",
+            f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode}",
+            "a recipe of this project runs its own trainer",
+            "leave the key out",
+        ),
+        (
+            bool(config.distillation.enabled),
+            "distillation.enabled=true",
+            "verl's own distillation would run beside this one",
+            "leave it out",
+        ),
+        (
+            bool(actor.use_kl_loss or config.algorithm.use_kl_in_reward),
+            "use_kl_loss or use_kl_in_reward",
+            "the anchor is opsd.loss.anchor; verl's KL terms are not part of this loss and would be ignored",
+            "set opsd.loss.anchor",
+        ),
+        (rollout.n != 1 or rollout.val_kwargs.n != 1, "rollout.n != 1", "a row of data is one pair", "leave rollout.n at 1"),
+        (
+            actor.ulysses_sequence_parallel_size > 1 and model.override_config.get("attn_implementation") == "sdpa",
+            f"actor.ulysses_sequence_parallel_size={actor.ulysses_sequence_parallel_size} with sdpa",
+            "sequence parallelism with plain SDPA gives wrong probabilities in silence",
+            "set it to 1 or use flash attention",
+        ),
+        (opsd.mode == "offline" and not opsd.corpus, "no corpus", "offline training reads a stored corpus", "corpus=RUN_DIR"),
+        (opsd.mode != "offline" and bool(opsd.corpus), f"opsd.corpus={opsd.corpus}", "only offline reads it", "remove it"),
+        (opsd.teacher.kind == "device" and opsd.loss.anchor > 0 and not lora, "anchor without LoRA", "needs LoRA", "use LoRA"),
+    ]
+    for broken, what, rule, way_out in rules:
+        if broken:
+            raise OpsdError(what, rule, way_out)
+
+
+def check_hardware(opsd: OpsdConfig) -> None:
+    """A scale that the hardware can't carry is refused before a device is touched."""
+    import torch
+
+    have = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    need = int(opsd.scale[3:]) if opsd.scale.startswith("gpu") else 0
+    if have < need:
+        raise OpsdError(
+            f"scale={opsd.scale} on a host with {have} accelerators",
+            f"this scale needs {need}",
+            "leave scale out (it is chosen from the hardware), or use a Ray cluster that has them (trainer.nnodes)",
+        )
+
+
+def ensure_student(opsd: OpsdConfig, path: str) -> None:
+    """Makes the embedded student where the scale asks for one; otherwise the path must exist or be a hub name."""
+    if opsd.student == "tiny":
+        from verl_opsd.models.tiny import ensure_tiny
+
+        made = ensure_tiny(cache_dir())
+    elif opsd.student == "smollm":
+        from verl_opsd.models.smollm import ensure_smollm
+
+        made = ensure_smollm(cache_dir())
+    else:
+        check_model_path(path, "actor_rollout_ref.model.path")
+        return
+    if Path(made) != Path(path) and not Path(path, "config.json").is_file():
+        raise OpsdError(
+            f"actor_rollout_ref.model.path={path} does not exist",
+            f"the scale's embedded student is {made}; another student must be a folder in Hugging Face layout",
+            "correct the path, or leave it out",
+        )
+
+
+def check_model_path(path: str, where: str) -> None:
+    """A local path must be a model folder; a hub name (`org/name`) is left to Hugging Face.
+
+    Raises:
+        OpsdError: the path looks local and holds no ``config.json``.
+    """
+    local = path.startswith(("/", ".", "~")) or Path(path).exists() or path.count("/") != 1
+    if local and not Path(path).expanduser().joinpath("config.json").is_file():
+        raise OpsdError(
+            f"{where}={path} holds no config.json",
+            "a model is a folder in Hugging Face layout or a hub name `org/name`",
+            "correct the path",
+        )
+
+
+def check_teacher(opsd: OpsdConfig, student_path: str) -> None:
+    """A teacher on its own device must read the student's ids: same vocabulary, same special tokens.
+
+    Raises:
+        OpsdError: the tokenizers differ; the first differing entries are named.
+    """
+    if opsd.teacher.kind != "device":
+        return
+    assert opsd.teacher.path is not None
+    check_model_path(opsd.teacher.path, "opsd.teacher.path")
+    from transformers import AutoTokenizer
+
+    ours, theirs = (AutoTokenizer.from_pretrained(p) for p in (student_path, opsd.teacher.path))
+    a, b = ours.get_vocab(), theirs.get_vocab()
+    different = sorted((k for k in a.keys() | b.keys() if a.get(k) != b.get(k)), key=lambda k: (a.get(k, 1 << 30), k))
+    ends = (ours.eos_token_id, theirs.eos_token_id)
+    if different or ends[0] != ends[1]:
+        shown = ", ".join(f"{k!r}: {a.get(k)} / {b.get(k)}" for k in different[:3]) or f"end token {ends[0]} / {ends[1]}"
+        raise OpsdError(
+            f"opsd.teacher.path={opsd.teacher.path} has another tokenizer than the student ({len(different)} entries: {shown})",
+            "the teacher re-scores the student's own token ids, so both must read them alike",
+            "choose a teacher of the student's family",
+        )
+
+
+def load_pairs(opsd: OpsdConfig) -> tuple[list[PairTask], list[PairTask]]:
+    """Training and evaluation pairs: known, disjoint, prepared and qualified.
+
+    Raises:
+        OpsdError: an unknown subset, an overlap, or a pair that is not qualified.
+    """
+    from verl_opsd.cooperbench.dataset import assert_disjoint, dataset_path, load_subset
+    from verl_opsd.cooperbench.prepare import prepare_pocket
+    from verl_opsd.cooperbench.qualification import require_qualified
+
+    root = dataset_path(opsd.tasks.dataset)
+    train, evaluation = load_subset(opsd.tasks.train, root, "train"), load_subset(opsd.tasks.eval, root, "eval")
+    assert_disjoint(train, evaluation, level=opsd.tasks.disjoint)
+    train, evaluation = train[: opsd.tasks.max_train], evaluation[: opsd.tasks.max_eval]
+    if opsd.tasks.prepare:
+        prepare_pocket(train + evaluation, cache_dir(), backend=opsd.sandbox.backend, allow_unsafe=opsd.sandbox.allow_unsafe)
+    checked = require_qualified(train + evaluation, cache_dir())
+    return checked[: len(train)], checked[len(train) :]
+
+
+def freeze_contract(opsd: OpsdConfig, pairs: list[PairTask], model_path: str) -> EvalContract:
+    """The contract of this run: the configured fields plus what was found: harness, templates, dataset."""
+    import hashlib
+
+    from transformers import AutoTokenizer
+
+    from verl_opsd.cooperbench.dataset import tree_hash
+    from verl_opsd.cooperbench.identity import harness_identity, identity_string
+
+    identity = harness_identity()
+    template = AutoTokenizer.from_pretrained(model_path).chat_template or ""
+    return dataclasses.replace(
+        opsd.contract,
+        harness=identity_string(),
+        templates_hash=hashlib.sha256((identity["templates_hash"] + template).encode()).hexdigest(),
+        dataset_hash=tree_hash(sorted({p.task_dir for p in pairs})),
+    )
+
+
+def write_data(run: RunDir, pairs: list[PairTask], name: str, repeat_to: int = 0) -> None:
+    """verl's prompt file: one row a pair. ``repeat_to``: rows at least, by going round, so that a batch can be filled."""
+    import pandas
+
+    rows = []
+    count = max(len(pairs), -(-repeat_to // len(pairs)) * len(pairs))
+    for i in range(count):
+        p = pairs[i % len(pairs)]
+        info: dict[str, Any] = {"index": i, "pair": dataclasses.asdict(p) | {"dataset_dir": str(p.dataset_dir)}}
+        rows.append(
+            {
+                "data_source": "cooperbench",
+                "prompt": [{"role": "user", "content": p.key}],
+                "ability": "agent",
+                "reward_model": {"style": "rule", "ground_truth": p.key},
+                "extra_info": info,
+            }
+        )
+    path = run.path / "data" / f"{name}.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pandas.DataFrame(rows).to_parquet(path)
+
+
+def meta(config: DictConfig, opsd: OpsdConfig) -> dict[str, Any]:
+    """What this run used: versions, files, devices, seeds, the resolved config."""
+    import torch
+
+    from verl_opsd.cooperbench.identity import harness_identity
+
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return {
+        "argv": sys.argv,
+        "started": time.time(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "devices": devices or [f"cpu x {os.cpu_count()}"],
+        "harness": harness_identity(),
+        "opsd": dataclasses.asdict(opsd),
+        "config": OmegaConf.to_container(config, resolve=False),
+    }
+
+
+def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
+    """Checks everything and makes what the run needs. Nothing is started; the first rule that is broken raises."""
+    from verl_opsd.cooperbench.sandbox import require_sandbox
+
+    opsd = parse(config)
+    print(f"verl-opsd: recipe={opsd.recipe} scale={opsd.scale} run directory {run.path}", flush=True)
+    check_hardware(opsd)
+    require_sandbox(opsd.sandbox.backend, allow_unsafe=opsd.sandbox.allow_unsafe)
+    model_path = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
+    ensure_student(opsd, model_path)
+    check_teacher(opsd, model_path)
+    train, evaluation = load_pairs(opsd)
+    contract = freeze_contract(opsd, train + evaluation, model_path)
+    if opsd.mode == "offline":
+        from verl_opsd.verl_adapter.corpus import check_corpus
+
+        check_corpus(opsd, contract)
+    write_data(run, train, "train", repeat_to=config.data.train_batch_size)
+    write_data(run, evaluation, "val")
+    write_json(run.path / "contract.json", contract.as_dict())
+    write_json(run.path / "meta.json", meta(config, opsd))
+    print(f"verl-opsd: contract {contract.hash[:12]}, {len(train)} training pairs, {len(evaluation)} evaluation pairs", flush=True)
+    return opsd
