@@ -1,0 +1,291 @@
+"""verl's agent loop for a pair: one session is one CooperBench episode, its rows are the branches of both agents."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+
+from verl_opsd.config import OpsdConfig
+from verl_opsd.contract import EvalContract
+from verl_opsd.cooperbench.grading import grade_pair
+from verl_opsd.cooperbench.harness import run_pair
+from verl_opsd.cooperbench.prepare import load_prepared
+from verl_opsd.cooperbench.types import PairRun, PairTask
+from verl_opsd.errors import InfraFault
+from verl_opsd.plugin import cache_dir
+from verl_opsd.privilege.briefs import Brief, make_brief
+from verl_opsd.privilege.placement import ChatMarkers, teacher_view
+from verl_opsd.rundir import RunDir
+from verl_opsd.tokens.branches import build_trajectories
+from verl_opsd.tokens.build_rows import build_row, prompt_response
+from verl_opsd.tokens.gateway import Gateway, Generation
+from verl_opsd.tokens.records import Episode, Grade, Sampling, Trajectory
+from verl_opsd.tokens.store import EpisodeStore
+from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder
+
+OWN_BACKENDS = ("opsd_embedded", "opsd_scripted")
+
+
+class OpsdOutput(AgentLoopOutput):
+    """A row that carries this project's per-position fields beside verl's."""
+
+    opsd_row: dict[str, Any] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        fields = super().as_dict()
+        fields.update(fields.pop("opsd_row", None) or {})
+        return fields
+
+
+class VerlEngine:
+    """The gateway's engine over verl's server client (vLLM, SGLang or the embedded server)."""
+
+    def __init__(self, client: Any, rollout_name: str, timeout_s: float):
+        self._client, self._own, self._timeout_s = client, rollout_name in OWN_BACKENDS, timeout_s
+
+    async def generate(self, prompt_ids: list[int], *, session: str, turn: int, sampling: Sampling) -> Generation:
+        """One reply. Our own servers also get the session, which keys their cache and their random numbers."""
+        own = {"session": session, "turn": turn} if self._own else {}
+        params = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": sampling.max_tokens,
+            "logprobs": True,
+        }
+        call = self._client.generate(request_id=session, prompt_ids=prompt_ids, sampling_params=params, **own)
+        out = await asyncio.wait_for(call, self._timeout_s)
+        version = out.extra_fields.get("global_steps")
+        return Generation(
+            token_ids=list(out.token_ids),
+            logprobs=list(out.log_probs or []),
+            stop_reason=str(out.stop_reason),
+            model_version=-1 if version is None else int(version),
+        )
+
+
+@dataclass
+class Runtime:
+    """What all episodes of one agent-loop worker process share."""
+
+    opsd: OpsdConfig
+    run: RunDir
+    contract: EvalContract
+    store: EpisodeStore
+    slots: asyncio.Semaphore
+    agents: ThreadPoolExecutor
+    grading: ThreadPoolExecutor
+    tmp: Path
+
+    @classmethod
+    def create(cls, config: Any) -> Runtime:
+        opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
+        run = RunDir.from_env()
+        contract = run.contract()
+        workers = config.actor_rollout_ref.rollout.agent.num_workers
+        pairs = max(1, contract.concurrency // workers)
+        return cls(
+            opsd=opsd,
+            run=run,
+            contract=contract,
+            store=EpisodeStore(run.episodes, contract),
+            slots=asyncio.Semaphore(pairs),
+            agents=ThreadPoolExecutor(2 * pairs, thread_name_prefix="opsd-agent"),
+            grading=ThreadPoolExecutor(pairs, thread_name_prefix="opsd-grading"),
+            tmp=Path(os.environ["OPSD_TMP"]),
+        )
+
+
+_RUNTIMES: dict[str, Runtime] = {}
+
+
+def runtime(config: Any) -> Runtime:
+    """The runtime of this process for the run that it belongs to."""
+    key = str(RunDir.from_env().path)
+    if key not in _RUNTIMES:
+        _RUNTIMES[key] = Runtime.create(config)
+    return _RUNTIMES[key]
+
+
+def briefs_for(opsd: OpsdConfig, pair: PairTask) -> dict[str, Brief]:
+    """Each agent's brief: what its teacher sees and it does not."""
+    texts = {f"agent{i + 1}": pair.feature_text(f) for i, f in enumerate(pair.features)}
+    return {agent: make_brief(opsd.brief.name, agent, texts, allow_answer=opsd.brief.allow_answer) for agent in texts}
+
+
+def training_row(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokenizer: Any) -> dict[str, torch.Tensor]:
+    """The row of one branch. ``opsd_coef`` holds static weights (1) until the trainer divides by the global denominator."""
+    view = teacher_view(
+        trajectory.input_ids,
+        trajectory.loss_mask,
+        brief.ids(tokenizer),
+        opsd.brief.placement,
+        ChatMarkers.from_tokenizer(tokenizer),
+        user_turn=opsd.brief.user_turn,
+        max_len=opsd.brief.max_view_tokens,
+    )
+    n = len(view.position)
+    anchor = np.ones(n, np.float32) if opsd.loss.anchor > 0 else np.zeros(n, np.float32)
+    return build_row(trajectory, view, np.ones(n, np.float32), anchor)
+
+
+@register("opsd_pair")
+class OpsdPairLoop(AgentLoopBase):
+    """Runs one pair through the harness, grades it, stores the episode, and returns one output a branch."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
+        rt = runtime(self.config)
+        info = kwargs["extra_info"]
+        fields = dict(info["pair"])
+        pair = PairTask(**{**fields, "dataset_dir": Path(fields["dataset_dir"]), "features": tuple(map(int, fields["features"]))})
+        episode_id = f"{pair.split}-{int(kwargs['global_steps']):05d}-{int(info['index']):05d}-{int(kwargs['session_id'])}"
+        async with rt.slots:
+            episode = await self._episode(rt, pair, episode_id)
+        return self._outputs(rt, pair, episode)
+
+    async def _episode(self, rt: Runtime, pair: PairTask, episode_id: str) -> Episode:
+        """One episode, stored whatever happens; an infrastructure fault is stored as such and raised again."""
+        engine = VerlEngine(self.server_manager, self.rollout_config.name, rt.contract.wall_limit_s)
+        model_type = self.config.actor_rollout_ref.model.path
+        gateway = Gateway(
+            engine,
+            VerlTokenBuilder(self.tokenizer, model_type_of(model_type)),
+            VerlReplyParser(self.tokenizer, rt.contract.tool_parser),
+            rt.contract,
+        )
+        sessions = {f"agent{i}": gateway.session(f"{pair.key}|{episode_id}", f"agent{i}") for i in (1, 2)}
+        started, fault, grade, done = time.time(), None, None, None
+        try:
+            prepared = load_prepared(cache_dir(), pair.repo, pair.task_id)
+            done = await run_pair(
+                pair,
+                prepared,
+                sessions,
+                rt.contract,
+                work_dir=rt.tmp,
+                loop=asyncio.get_running_loop(),
+                executor=rt.agents,
+                sandbox_backend=rt.opsd.sandbox.backend,
+                allow_unsafe=rt.opsd.sandbox.allow_unsafe,
+                episode_id=episode_id,
+            )
+            grade = await asyncio.get_running_loop().run_in_executor(
+                rt.grading,
+                lambda: grade_pair(
+                    pair,
+                    prepared,
+                    done.agents[0].patch,
+                    done.agents[1].patch,
+                    backend=rt.opsd.sandbox.backend,
+                    allow_unsafe=rt.opsd.sandbox.allow_unsafe,
+                    timeout_s=rt.opsd.sandbox.grade_timeout_s,
+                ),
+            )
+        except InfraFault as e:
+            fault = e
+        episode = _record(rt, pair, episode_id, sessions, done, grade, fault, started)
+        await asyncio.get_running_loop().run_in_executor(rt.grading, rt.store.write, episode)
+        if fault is not None:
+            raise fault
+        return episode
+
+    def _outputs(self, rt: Runtime, pair: PairTask, episode: Episode) -> list[AgentLoopOutput]:
+        assert episode.grade is not None
+        briefs = briefs_for(rt.opsd, pair)
+        rows: list[tuple[Trajectory, Brief]] = []
+        for agent, brief in briefs.items():
+            turns = [t for t in episode.turns if t.agent_id == agent]
+            branches = build_trajectories(turns, loss_kinds=rt.opsd.loss.turn_kinds)
+            rows.extend((b, brief) for b in branches if b.loss_mask.any())
+        grade = episode.grade
+        extra = {
+            "features_passed": sum(f.passed for f in grade.features),
+            "pair_passed": int(all(f.passed for f in grade.features)),
+            "clean_merge": int(grade.merge == "clean" and "skipped" not in grade.apply_status.values()),
+        }
+        outputs: list[AgentLoopOutput] = []
+        for branch, brief in rows:
+            prompt, response, mask, logprobs = prompt_response(branch)
+            outputs.append(
+                OpsdOutput(
+                    prompt_ids=prompt,
+                    response_ids=response,
+                    response_mask=mask,
+                    response_logprobs=logprobs,
+                    reward_score=grade.reward,
+                    num_turns=branch.n_turns,
+                    metrics=AgentLoopMetrics(),
+                    opsd_row=training_row(rt.opsd, branch, brief, self.tokenizer),
+                    extra_fields=_extra(branch.model_version, extra),
+                )
+            )
+        return outputs or [self._empty(grade.reward, extra, episode.model_version)]
+
+    def _empty(self, reward: float, extra: dict[str, Any], version: int) -> AgentLoopOutput:
+        """A pair that produced no policy token still has a grade: one row without any loss position."""
+        from verl_opsd.tokens.rows import padding_fields
+
+        end = self.tokenizer.eos_token_id
+        return OpsdOutput(
+            prompt_ids=[end],
+            response_ids=[end],
+            response_mask=[0],
+            response_logprobs=[0.0],
+            reward_score=reward,
+            num_turns=0,
+            metrics=AgentLoopMetrics(),
+            opsd_row=padding_fields(torch.tensor([end, end])),
+            extra_fields=_extra((version, version), extra),
+        )
+
+
+def model_type_of(path: str) -> str:
+    """The root ``model_type`` of a model folder or hub name."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path).model_type
+
+
+def _extra(version: tuple[int, int], reward_info: dict[str, Any]) -> dict[str, Any]:
+    return {"min_global_steps": version[0], "max_global_steps": version[1], "reward_extra_info": dict(reward_info)}
+
+
+def _record(
+    rt: Runtime,
+    pair: PairTask,
+    episode_id: str,
+    sessions: dict[str, Any],
+    done: PairRun | None,
+    grade: Grade | None,
+    fault: InfraFault | None,
+    started: float,
+) -> Episode:
+    turns = tuple(t for s in sessions.values() for t in s.records())
+    return Episode(
+        episode_id=episode_id,
+        repo=pair.repo,
+        task_id=pair.task_id,
+        features=pair.features,
+        split=pair.split,
+        contract_hash=rt.contract.hash,
+        outcome="scored" if fault is None else f"infra:{fault.kind}",
+        turns=turns,
+        agents=() if done is None else done.agents,
+        grade=grade,
+        actor_brief_kind="none",
+        model_version=max((t.model_version for t in turns), default=-1),
+        near_benchmark=pair.near_benchmark,
+        t_start=started,
+        t_end=time.time(),
+        messages={} if done is None else done.messages,
+    )
