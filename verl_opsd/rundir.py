@@ -96,10 +96,16 @@ class RunDir:
             raise OpsdError(f"gate {gate}: {value} against {threshold} {detail}".rstrip(), "gates fail closed", way_out)
 
     @contextmanager
-    def stage(self, step: int, name: str, inputs: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        """Times a stage and writes its manifest when it ends; the body fills ``outputs``. A failed stage leaves none."""
+    def stage(
+        self, step: int, name: str, inputs: dict[str, Any] | None = None, started: float | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Times a stage and writes its manifest when it ends; the body fills ``outputs``. A failed stage leaves none.
+
+        Args:
+            started: seconds since the epoch when the stage began; now, when left out.
+        """
         outputs: dict[str, Any] = {}
-        started = time.time()
+        started = time.time() if started is None else started
         yield outputs
         write_json(
             self.path / "stages" / f"{step:04d}-{name}.json",

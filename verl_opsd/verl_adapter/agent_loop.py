@@ -30,6 +30,7 @@ from verl_opsd.tokens.branches import build_trajectories
 from verl_opsd.tokens.build_rows import build_row, prompt_response
 from verl_opsd.tokens.gateway import Gateway, Generation
 from verl_opsd.tokens.records import Episode, Grade, Sampling, Trajectory
+from verl_opsd.tokens.rows import padding_fields
 from verl_opsd.tokens.store import EpisodeStore
 from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder
 
@@ -151,15 +152,14 @@ class OpsdPairLoop(AgentLoopBase):
         episode_id = f"{pair.split}-{int(kwargs['global_steps']):05d}-{int(info['index']):05d}-{int(kwargs['session_id'])}"
         async with rt.slots:
             episode = await self._episode(rt, pair, episode_id)
-        return self._outputs(rt, pair, episode)
+        return episode_outputs(rt.opsd, pair, episode, self.tokenizer)
 
     async def _episode(self, rt: Runtime, pair: PairTask, episode_id: str) -> Episode:
         """One episode, stored whatever happens; an infrastructure fault is stored as such and raised again."""
         engine = VerlEngine(self.server_manager, self.rollout_config.name, rt.contract.wall_limit_s)
-        model_type = self.config.actor_rollout_ref.model.path
         gateway = Gateway(
             engine,
-            VerlTokenBuilder(self.tokenizer, model_type_of(model_type)),
+            VerlTokenBuilder(self.tokenizer, model_type_of(self.config.actor_rollout_ref.model.path)),
             VerlReplyParser(self.tokenizer, rt.contract.tool_parser),
             rt.contract,
         )
@@ -199,22 +199,22 @@ class OpsdPairLoop(AgentLoopBase):
             raise fault
         return episode
 
-    def _outputs(self, rt: Runtime, pair: PairTask, episode: Episode) -> list[AgentLoopOutput]:
-        assert episode.grade is not None
-        briefs = briefs_for(rt.opsd, pair)
-        rows: list[tuple[Trajectory, Brief]] = []
-        for agent, brief in briefs.items():
-            turns = [t for t in episode.turns if t.agent_id == agent]
-            branches = build_trajectories(turns, loss_kinds=rt.opsd.loss.turn_kinds)
-            rows.extend((b, brief) for b in branches if b.loss_mask.any())
-        grade = episode.grade
-        extra = {
-            "features_passed": sum(f.passed for f in grade.features),
-            "pair_passed": int(all(f.passed for f in grade.features)),
-            "clean_merge": int(grade.merge == "clean" and "skipped" not in grade.apply_status.values()),
-        }
-        outputs: list[AgentLoopOutput] = []
-        for branch, brief in rows:
+
+def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenizer: Any) -> list[AgentLoopOutput]:
+    """The rows of a scored episode: every branch of both agents that holds policy tokens, in the order agent1, agent2."""
+    assert episode.grade is not None
+    grade = episode.grade
+    info = {
+        "features_passed": sum(f.passed for f in grade.features),
+        "pair_passed": int(all(f.passed for f in grade.features)),
+        "clean_merge": int(grade.merge == "clean" and "skipped" not in grade.apply_status.values()),
+    }
+    outputs: list[AgentLoopOutput] = []
+    for agent, brief in briefs_for(opsd, pair).items():
+        turns = [t for t in episode.turns if t.agent_id == agent]
+        for branch in build_trajectories(turns, loss_kinds=opsd.loss.turn_kinds):
+            if not branch.loss_mask.any():
+                continue
             prompt, response, mask, logprobs = prompt_response(branch)
             outputs.append(
                 OpsdOutput(
@@ -225,28 +225,27 @@ class OpsdPairLoop(AgentLoopBase):
                     reward_score=grade.reward,
                     num_turns=branch.n_turns,
                     metrics=AgentLoopMetrics(),
-                    opsd_row=training_row(rt.opsd, branch, brief, self.tokenizer),
-                    extra_fields=_extra(branch.model_version, extra),
+                    opsd_row=training_row(opsd, branch, brief, tokenizer),
+                    extra_fields=_extra(branch.model_version, info),
                 )
             )
-        return outputs or [self._empty(grade.reward, extra, episode.model_version)]
+    return outputs or [_empty_row(tokenizer, grade.reward, info, episode.model_version)]
 
-    def _empty(self, reward: float, extra: dict[str, Any], version: int) -> AgentLoopOutput:
-        """A pair that produced no policy token still has a grade: one row without any loss position."""
-        from verl_opsd.tokens.rows import padding_fields
 
-        end = self.tokenizer.eos_token_id
-        return OpsdOutput(
-            prompt_ids=[end],
-            response_ids=[end],
-            response_mask=[0],
-            response_logprobs=[0.0],
-            reward_score=reward,
-            num_turns=0,
-            metrics=AgentLoopMetrics(),
-            opsd_row=padding_fields(torch.tensor([end, end])),
-            extra_fields=_extra((version, version), extra),
-        )
+def _empty_row(tokenizer: Any, reward: float, info: dict[str, Any], version: int) -> AgentLoopOutput:
+    """A pair that produced no policy token still has a grade: one row without any loss position."""
+    end = tokenizer.eos_token_id
+    return OpsdOutput(
+        prompt_ids=[end],
+        response_ids=[end],
+        response_mask=[0],
+        response_logprobs=[0.0],
+        reward_score=reward,
+        num_turns=0,
+        metrics=AgentLoopMetrics(),
+        opsd_row=padding_fields(torch.tensor([end, end])),
+        extra_fields=_extra((version, version), info),
+    )
 
 
 def model_type_of(path: str) -> str:

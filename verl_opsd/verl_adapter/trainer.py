@@ -1,0 +1,228 @@
+"""The trainer mode `opsd`: verl's synchronous trainer, with on-policy distillation in place of the PPO update.
+
+One round (a trainer step) collects pairs, lets the teacher re-score the student's own tokens, trains, publishes the adapter
+and, when it is due, evaluates. Passes that distillation does not need (old log-probs, reference, advantages) are skipped.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.metric import reduce_metrics
+from verl.utils.py_functional import rename_dict
+from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+
+from verl_opsd.config import OpsdConfig
+from verl_opsd.errors import OpsdError
+from verl_opsd.evaluation.report import write_report
+from verl_opsd.rundir import RunDir
+from verl_opsd.tokens.rows import FIELDS, padding_fields
+from verl_opsd.verl_adapter import corpus, guards
+from verl_opsd.verl_adapter.worker import OpsdLoss, OpsdWorker
+from verl_opsd.verl_adapter.reduce import with_coefficients
+
+#: Per-position values that the engine reports; saved as telemetry, never averaged by verl.
+TELEMETRY = "opsd/"
+
+
+def nested(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Ragged rows as one jagged tensor."""
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+@register_trainer("opsd")
+class OpsdTrainer(PPOTrainerSync):
+    """See the module's docstring."""
+
+    def __init__(self, config: Any):
+        self.opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
+        self.run_dir = RunDir.from_env()
+        self._groups = 1
+        self._stage_started = 0.0
+        self._controlled = False
+        super().__init__(config)
+
+    # ---- set-up -------------------------------------------------------------------------------------------------------
+
+    def _build_replay_buffer(self):  # type: ignore[no-untyped-def]
+        # any name but "sync" silently gets the asynchronous buffer, batch size 1 and queue checkpoints
+        self.trainer_mode = "sync"
+        return super()._build_replay_buffer()
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in self.role_worker_mapping:
+            self.role_worker_mapping[role] = ray.remote(OpsdWorker)
+
+    def on_init_end(self) -> None:
+        """Sets the loss, runs the start-up checks, publishes and checks what was published."""
+        self.actor_rollout_wg.set_loss_fn(OpsdLoss.from_config(self.opsd))
+        guards.startup_checks(self)
+        super().on_init_end()
+        guards.after_publish(self, batch=None)
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        """Trains, then writes the report; also when only evaluation was asked for."""
+        super().fit(agent_loop_manager)
+        write_report(self.run_dir, self.opsd)
+
+    # ---- collect ------------------------------------------------------------------------------------------------------
+
+    def on_step_begin(self) -> None:
+        self._stage_started = time.time()
+
+    def prepare_step(self) -> dict[str, Any]:
+        if self.opsd.mode == "offline":
+            corpus.enqueue(self)
+            return {}
+        return super().prepare_step()
+
+    def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> KVBatchMeta:
+        size = corpus.size(self.opsd) if self.opsd.mode == "offline" else sample_batch_size
+        return super()._step_once(metrics, timing_raw, size)
+
+    def on_sample_end(self) -> None:
+        super().on_sample_end()
+        self._finish_stage("collect")
+
+    def _finish_stage(self, name: str, **outputs: Any) -> None:
+        started, self._stage_started = self._stage_started, time.time()
+        with self.run_dir.stage(self.global_steps, name, started=started) as out:
+            out.update(outputs)
+
+    # ---- rows ---------------------------------------------------------------------------------------------------------
+
+    def _balance_batch(self, batch: KVBatchMeta, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch=False):
+        """Groups rows by optimizer step (counted in episodes, not rows), pads every group to the same number of rows a
+        rank, and balances tokens over ranks inside each group."""
+        dp = max(self.actor_rollout_wg._query_dispatch_info("actor")) + 1
+        self.actor_rollout_wg._dispatch_info.setdefault("actor", self.actor_rollout_wg._query_dispatch_info("actor"))
+        episodes: dict[str, list[int]] = {}
+        for i, key in enumerate(batch.keys):
+            episodes.setdefault(key.rsplit("_", 1)[0], []).append(i)
+        per_update = self.opsd.loss.episodes_per_update or len(episodes)
+        names = list(episodes)
+        groups = [sum((episodes[e] for e in names[i : i + per_update]), []) for i in range(0, len(names), per_update)]
+        rows = -(-max(map(len, groups)) // dp) * dp
+        real = len(batch)
+        batch = upsample_batch_to_divisible_size(batch, rows * len(groups), self.tokenizer.eos_token_id)
+        spare = iter(range(real, len(batch)))
+        groups = [g + [next(spare) for _ in range(rows - len(g))] for g in groups]
+        order: list[list[int]] = [[] for _ in range(dp)]
+        for group in groups:
+            work = calculate_workload(torch.tensor([batch.tags[i]["seq_len"] for i in group], dtype=torch.int64))
+            for rank, part in enumerate(get_seqlen_balanced_partitions(work, k_partitions=dp, equal_size=True)):
+                order[rank].extend(group[j] for j in part)
+        batch.reorder(sum(order, []))
+        self._groups = len(groups)
+        metrics["opsd/rows"], metrics["opsd/padding_rows"] = real, len(batch) - real
+        return batch
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        return batch
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """Final coefficients over the global batch; padding rows get no loss position."""
+        select = [*FIELDS, "input_ids", "response_mask"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=select)
+        columns = {k: list(data[k].unbind()) for k in select}
+        rows = []
+        for i, tag in enumerate(batch.tags):
+            ids = columns["input_ids"][i]
+            rows.append(padding_fields(ids) if tag.get("is_padding", False) else {k: columns[k][i] for k in FIELDS})
+        rows = with_coefficients(rows, batch.keys, self._groups, self.opsd.loss.reduction)
+        fields = {k: nested([r[k] for r in rows]) for k in FIELDS}
+        zeros = nested([torch.zeros(m.numel()) for m in columns["response_mask"]])
+        fields["advantages"], fields["returns"] = zeros, zeros.clone()
+        tokens = sum(r["opsd_view_ids"].numel() + ids.numel() for r, ids in zip(rows, columns["input_ids"], strict=True))
+        loss_tokens = sum(int((r["opsd_coef"] != 0).sum()) for r in rows)
+        metrics["opsd/loss_tokens"] = loss_tokens
+        metrics["opsd/tokens_per_loss_token"] = tokens / max(1, loss_tokens)
+        if loss_tokens == 0:
+            raise OpsdError(
+                "no policy token in this round's episodes",
+                "an update needs loss positions",
+                "look at the episodes: every agent failed before its first reply (context limit, malformed turns)",
+            )
+        self._sequence_tokens, self._loss_tokens = tokens, loss_tokens
+        return tq.kv_batch_put(
+            keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(batch))
+        )
+
+    # ---- score and train ----------------------------------------------------------------------------------------------
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        actor = self.config.actor_rollout_ref.actor
+        size = len(batch) // self._groups
+        batch.extra_info.update(
+            {
+                "global_batch_size": size,
+                "mini_batch_size": size,
+                "epochs": self.opsd.loss.epochs,
+                "seed": actor.data_loader_seed,
+                "dataloader_kwargs": {"shuffle": False},
+                "temperature": 1.0,
+                "calculate_entropy": False,
+            }
+        )
+        if not self._controlled:
+            guards.identity_control(self, batch)
+            self._controlled = True
+        output = self.actor_rollout_wg.update_actor(batch)["metrics"]
+        self._save_telemetry(output)
+        output = rename_dict(output, "actor/")
+        output["perf/mfu/actor"] = output.pop("actor/mfu", [0.0])
+        metrics.update(reduce_metrics(output))
+        metrics.update(self._means)
+        self._finish_stage(
+            "train", loss=metrics["actor/loss"], loss_tokens=self._loss_tokens, sequence_tokens=self._sequence_tokens, **self._means
+        )
+        self._last_batch = batch
+        return batch
+
+    def _save_telemetry(self, output: dict[str, Any]) -> None:
+        """Per-position values of every optimizer step of this round, taken out of verl's metrics."""
+        values = {k.removeprefix(TELEMETRY): np.asarray(flat(output.pop(k)), np.float32) for k in list(output) if k.startswith(TELEMETRY)}
+        path = self.run_dir.path / "telemetry" / f"{self.global_steps:05d}.npz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}")
+        with temporary.open("wb") as f:
+            np.savez(f, **values)
+        temporary.replace(path)
+        self._means = {f"opsd/{k}/mean": float(v.mean()) for k, v in values.items() if v.size and np.isfinite(v).all()}
+
+    # ---- publish and evaluate -----------------------------------------------------------------------------------------
+
+    def on_step_end(self) -> None:
+        self._stage_started = time.time()
+        super().on_step_end()
+        kl = guards.after_publish(self, batch=self._last_batch)
+        self._finish_stage("publish", kl=kl, version=self.global_steps)
+
+    def _validate(self) -> dict[str, float]:
+        self._stage_started = time.time()
+        result = super()._validate()
+        self._finish_stage("evaluate")
+        return result
+
+
+def flat(values: Any) -> list[float]:
+    """Numbers in nested lists, in order."""
+    out: list[float] = []
+    for v in values:
+        if isinstance(v, (list, tuple, np.ndarray)):
+            out.extend(flat(v))
+        else:
+            out.append(float(v))
+    return out
