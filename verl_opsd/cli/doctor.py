@@ -1,0 +1,125 @@
+"""`opsd doctor`: checks the installation, versions, verl's seams, the sandbox and devices, and says what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from verl_opsd.errors import OpsdError
+from verl_opsd.plugin import SUPPORTED_VERL, conf_dir
+
+#: Symbols of verl that this project hangs on. One that has moved is named here before a run finds out.
+SEAMS = (
+    "verl.plugin.platform:PlatformRegistry.register",
+    "verl.trainer.main_ppo:TaskRunnerV1",
+    "verl.trainer.ppo.padding_utils:upsample_batch_to_divisible_size",
+    "verl.trainer.ppo.v1.trainer_base:register_trainer",
+    "verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync._step_once",
+    "verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync._balance_batch",
+    "verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync._compute_advantage",
+    "verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync._update_actor",
+    "verl.workers.engine.base:EngineRegistry.register",
+    "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead.prepare_model_inputs",
+    "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead._build_lora_module",
+    "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead.optimizer_step",
+    "verl.workers.engine_workers:ActorRolloutRefWorker.actor_worker_cls",
+    "verl.workers.engine_workers:TrainingWorker.train_mini_batch",
+    "verl.workers.rollout.replica:RolloutReplicaRegistry.register",
+    "verl.workers.rollout.base:_ROLLOUT_REGISTRY",
+    "verl.utils.tokenizer.continuous_token_wiring:create_continuous_token_builder",
+    "verl.experimental.agent_loop.tool_parser:ToolParser.get_tool_parser",
+    "verl.experimental.agent_loop.agent_loop:register",
+)
+Finding = tuple[str, bool, str]
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Adds `opsd doctor`."""
+    p = subparsers.add_parser("doctor", help="check this installation; exit code 1 when something is missing")
+    p.set_defaults(run_command=run)
+
+
+def installation() -> Iterator[Finding]:
+    """Package versions, the entry point, Hydra's search path, git."""
+    verl = importlib.metadata.version("verl")
+    yield "verl", verl == SUPPORTED_VERL, f"{verl}, supported {SUPPORTED_VERL}: pip install verl=={SUPPORTED_VERL}"
+    for name in ("torch", "transformers", "peft", "ray", "TransferQueue", "hydra-core", "fakeredis"):
+        try:
+            yield name, True, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield name, False, f"missing: pip install {name}"
+    points = [e for e in importlib.metadata.entry_points(group="verl.plugins") if e.value == "verl_opsd.plugin"]
+    yield "entry point verl.plugins", len(points) == 1, f"{len(points)} found; reinstall with pip install ."
+    recipes = sorted(p.stem for p in (conf_dir() / "recipe").glob("*.yaml") if not p.stem.startswith("_"))
+    yield "recipes", bool(recipes), ", ".join(recipes)
+    yield "git", shutil.which("git") is not None, shutil.which("git") or "missing: install git 2.38 or newer"
+
+
+def seams() -> Iterator[Finding]:
+    """Every symbol of verl that is relied on."""
+    for seam in SEAMS:
+        module, _, path = seam.partition(":")
+        try:
+            target = importlib.import_module(module)
+            for part in path.split("."):
+                target = getattr(target, part)
+            yield f"seam {seam}", True, ""
+        except (ImportError, AttributeError) as e:
+            yield f"seam {seam}", False, f"moved ({e}): use verl {SUPPORTED_VERL}"
+
+
+def harness() -> Iterator[Finding]:
+    """The cooperbench package and the capabilities that scores depend on."""
+    from verl_opsd.cooperbench.identity import harness_identity
+
+    try:
+        found = harness_identity()
+        yield "cooperbench", True, f"{found['version']} at {found['file']}, tree {found['tree_sha256'][:12]}"
+    except OpsdError as e:
+        yield "cooperbench", False, str(e)
+
+
+def sandbox() -> Iterator[Finding]:
+    """What the host gives to sandboxes."""
+    from verl_opsd.cooperbench.sandbox import sandbox_report
+
+    for name, ok, detail in sandbox_report():
+        yield f"sandbox {name}", ok, detail
+
+
+def devices() -> Iterator[Finding]:
+    """Accelerators, and the scale that would be chosen."""
+    import torch
+
+    from verl_opsd.plugin import _scale_from_hardware
+
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    yield "devices", True, f"{', '.join(names) or 'no accelerator'}; scale={_scale_from_hardware()}"
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (installation, harness, sandbox, devices, seams)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints every finding; 1 when one failed."""
+    table = Table(title=f"opsd doctor (Python {sys.version.split()[0]})")
+    for column in ("check", "ok", "detail"):
+        table.add_column(column, overflow="fold")
+    failed = 0
+    for check in CHECKS:
+        for name, ok, detail in check():
+            failed += not ok
+            if not ok or not name.startswith("seam "):
+                table.add_row(name, "yes" if ok else "NO", detail)
+    table.add_row("seams of verl", "yes" if not failed else "", f"{len(SEAMS)} symbols looked up")
+    Console(width=140).print(table)
+    if failed:
+        print(f"{failed} checks failed", file=sys.stderr)
+    return 1 if failed else 0

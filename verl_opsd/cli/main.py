@@ -1,0 +1,49 @@
+"""The `opsd` command: everything around a run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from verl_opsd import __version__
+from verl_opsd.errors import OpsdError
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; each sub-command sets ``run``, a function of the parsed arguments that returns the exit code."""
+    from verl_opsd.cli import doctor, tasks
+
+    p = argparse.ArgumentParser(prog="opsd", description="Tools around on-policy distillation runs of verl.")
+    p.add_argument("--version", action="version", version=f"verl-opsd {__version__}")
+    subparsers = p.add_subparsers(dest="command", required=True)
+    doctor.add_parser(subparsers)
+    tasks.add_parser(subparsers)
+    report = subparsers.add_parser("report", help="show the table of a finished run")
+    report.add_argument("run", type=Path, help="run directory")
+    report.set_defaults(run_command=_report)
+    return p
+
+
+def _report(args: argparse.Namespace) -> int:
+    from verl_opsd.evaluation.report import print_table
+
+    path = args.run / "report.json"
+    if not path.is_file():
+        raise OpsdError(f"{path} does not exist", "a report is written when a run has ended", "name the run's directory")
+    print_table(path)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command. Exit codes: 0 done, 1 a check failed, 2 bad input."""
+    args = parser().parse_args(argv)
+    try:
+        return int(args.run_command(args))
+    except OpsdError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
