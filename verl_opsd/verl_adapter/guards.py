@@ -1,0 +1,161 @@
+"""Gates that run inside the trainer: start-up checks, the identity control with its negative, and the publish guard.
+
+Thresholds come from ``opsd.gates``; every verdict is appended to ``evidence.jsonl``; a gate that fails stops the run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+
+from verl_opsd.verl_adapter import checks
+from verl_opsd.verl_adapter.agent_loop import OWN_BACKENDS
+
+#: Of the publish guard: rows, tokens of a row's prefix, and positions of a row that are compared.
+PROBE_ROWS, PROBE_TOKENS, PROBE_POSITIONS = 2, 2048, 16
+
+
+def startup_checks(trainer: Any) -> None:
+    """Seconds each, on the real layers: see ``checks.startup_checks``."""
+    found = trainer.actor_rollout_wg.opsd_checks()[0]
+    for c in found:
+        trainer.run_dir.evidence(f"startup:{c['name']}", c["value"], c["threshold"], c["passed"] or not c["fatal"], c["note"])
+    checks.require(found)
+
+
+def _control(trainer: Any, batch: KVBatchMeta, teacher: str, shift: int, adapters: str) -> np.ndarray:
+    batch.extra_info |= {
+        "opsd_control_teacher": teacher,
+        "opsd_control_shift": shift,
+        "opsd_control_adapters": adapters,
+    }
+    out = trainer.actor_rollout_wg.opsd_control(batch)
+    if isinstance(out, KVBatchMeta):
+        out = tq.kv_batch_get(keys=out.keys, partition_id=out.partition_id, select_fields=["opsd_divergence"])
+    for key in ("teacher", "shift", "adapters"):
+        batch.extra_info.pop(f"opsd_control_{key}")
+    return torch.cat(list(out["opsd_divergence"].unbind())).float().numpy()
+
+
+def identity_control(trainer: Any, batch: KVBatchMeta) -> None:
+    """Before the first update, on its own rows: a teacher that is the student and sees what the student saw has KL 0; with its
+    positions moved by one the same measurement must fail. The brief's effect is recorded beside them."""
+    gates, run = trainer.opsd.gates, trainer.run_dir
+    identity = _control(trainer, batch, "own", 0, "off")
+    run.require(
+        "identity",
+        float(identity.mean()),
+        gates.identity_max,
+        bool(identity.mean() <= gates.identity_max),
+        "the loss is not zero for an identical teacher: positions, weights or layout of the two passes differ",
+        f"mean nats over {identity.size} loss positions, max {identity.max():.2e}",
+    )
+    shifted = _control(trainer, batch, "own", 1, "off")
+    run.require(
+        "identity_shifted",
+        float(shifted.mean()),
+        gates.shifted_min,
+        bool(shifted.mean() > gates.shifted_min),
+        "the identity control can't fail, so its zero says nothing: look at whether the signal depends on the position",
+        "negative control: teacher positions moved by one token",
+    )
+    brief = _control(trainer, batch, "view", 0, "off")
+    run.evidence(
+        "brief_effect",
+        float(brief.mean()),
+        None,
+        True,
+        f"mean nats, teacher with brief against without, placement {trainer.opsd.brief.placement}, max {brief.max():.2e}",
+    )
+
+
+def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:
+    """Compares trained and published weights before any rollout uses them.
+
+    Every adapter tensor bound and, after an update, not zero; KL(trained || published), mean over probe positions, within
+    ``gates.publish_kl_max``. With another rollout backend than ours the sampled tokens' log-probabilities are compared.
+
+    Returns:
+        The divergence in nats.
+    """
+    gates, run = trainer.opsd.gates, trainer.run_dir
+    stats = trainer.actor_rollout_wg.opsd_adapter_stats()[0]
+    trained = batch is not None
+    if stats["tensors"] and trained:
+        run.require(
+            "adapter_non_zero",
+            stats["max_abs_B"],
+            0.0,
+            stats["max_abs_B"] > 0,
+            "the update left the adapter at zero: learning rate, coefficients or gradient flow",
+            f"{stats['tensors']} tensors of {stats['dtypes']}",
+        )
+    sequences, positions = _probes(trainer, batch)
+    ours = trainer.actor_rollout_wg.opsd_logprobs(sequences, positions)[0]
+    servers = [r._server_handle for r in trainer.llm_server_manager.get_replicas()]
+    worst = 0.0
+    for n, server in enumerate(servers):
+        if trainer.config.actor_rollout_ref.rollout.name in OWN_BACKENDS:
+            report = ray.get(server.adapter_report.remote(), timeout=120)
+            run.require(
+                "adapter_bound",
+                report["bound"],
+                stats["tensors"],
+                report["bound"] == stats["tensors"] and not report["missing"] and not report["unexpected"],
+                "the rollout server did not bind every published tensor",
+                f"server {n}: {report}",
+            )
+            theirs = ray.get(server.score_logprobs.remote(sequences, positions), timeout=600)
+            kl = float(np.mean(np.concatenate([kl_rows(a, b) for a, b in zip(ours, theirs, strict=True)])))
+        else:
+            kl = _sampled_gap(server, sequences, positions, ours)
+        run.require(
+            "publish_kl",
+            kl,
+            gates.publish_kl_max,
+            kl <= gates.publish_kl_max,
+            "the rollout server does not serve the weights that were trained",
+            f"server {n}, version {trainer.global_steps}, {sum(map(len, positions))} positions",
+        )
+        worst = max(worst, kl)
+    return worst
+
+
+def kl_rows(p_PV: np.ndarray, q_PV: np.ndarray) -> np.ndarray:
+    """KL(p || q) in nats for each row of log-probabilities, in float64 and with every term non-negative."""
+    p, d = p_PV.astype(np.float64), p_PV.astype(np.float64) - q_PV.astype(np.float64)
+    return (np.exp(p) * (np.expm1(-d) + d)).sum(-1)
+
+
+def _sampled_gap(server: Any, sequences: list[list[int]], positions: list[list[int]], ours: list[np.ndarray]) -> float:
+    """Mean squared difference over 2 of the tokens' log-probabilities: KL to second order, for servers that give no more."""
+    gaps = []
+    for ids, places, mine in zip(sequences, positions, ours, strict=True):
+        params = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0}
+        out = ray.get(server.generate.remote(prompt_ids=ids, sampling_params=params, request_id=f"guard-{len(gaps)}"), timeout=600)
+        theirs = np.asarray(out.extra_fields["prompt_logprobs"], np.float64)[:, 0]
+        gaps.extend(float(mine[k, ids[p + 1]] - theirs[p]) for k, p in enumerate(places))
+    return float(np.mean(np.square(gaps)) / 2)
+
+
+def _probes(trainer: Any, batch: KVBatchMeta | None) -> tuple[list[list[int]], list[list[int]]]:
+    """Token sequences and predicting positions: of this round's rows, or a fixed pseudo-random one at start-up."""
+    if batch is None:
+        size = len(trainer.tokenizer)
+        ids = [(7919 * i + 13) % size for i in range(64)]
+        return [ids], [list(range(0, 63, 4))]
+    data = tq.kv_batch_get(
+        keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids", "opsd_position"]
+    )
+    sequences, positions = [], []
+    for ids, position in zip(data["input_ids"].unbind(), data["opsd_position"].unbind(), strict=True):
+        usable = position[position < PROBE_TOKENS - 1][:PROBE_POSITIONS].tolist()
+        if usable and len(sequences) < PROBE_ROWS:
+            sequences.append(ids[: usable[-1] + 2].tolist())
+            positions.append(usable)
+    return (sequences, positions) if sequences else _probes(trainer, None)
