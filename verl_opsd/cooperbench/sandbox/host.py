@@ -1,7 +1,7 @@
 """What the host gives a bubblewrap sandbox: programs, user ids, a state directory each, and the removal of stale ones.
 
-Everything that a sandbox keeps on the host lies below ``STATE_ROOT``: one size-limited tmpfs a sandbox (its /tmp, home and
-/usr/local/bin), named after the process that owns it, and one lock file a user id.
+Everything that a sandbox keeps on the host lies below ``STATE_ROOT``: one size-limited tmpfs a sandbox (its /tmp, home
+and /usr/local/bin), named after the process that owns it, and one lock file a user id.
 """
 
 from __future__ import annotations
@@ -151,6 +151,11 @@ class UidLease:
             self._fd = -1
 
 
+def cgroup_name(label: str) -> str:
+    """A sandbox's control group, by the sandbox's label."""
+    return f"{PREFIX}-{label}"
+
+
 def processes_of(uid: int) -> set[int]:
     """Host process ids whose real user id is ``uid``."""
     found = set()
@@ -228,7 +233,8 @@ def reap_stale() -> list[str]:
             if owner and owner.is_dead():
                 groups = path / "cgroups"
                 if groups.exists():
-                    Cgroup(tuple(Path(line) for line in groups.read_text().splitlines())).remove()
+                    lines = (Path(line) for line in groups.read_text().splitlines())
+                    Cgroup(tuple(line for line in lines if line.name == cgroup_name(path.name))).remove()
                 remove_state(path)
                 removed.append(path.name)
     return removed
@@ -255,7 +261,7 @@ def hand_over(root: Path, uid: int, gid: int, *, shared: bool) -> None:
     """Gives a tree to a sandbox's user without following a symbolic link.
 
     Args:
-        shared: also writable for the group, so that several sandboxes (one user id each, one group for all) can write it.
+        shared: also writable for the group, so that several sandboxes (one user id each, one group for all) can write.
             Read-only files (git's objects) keep their mode.
     """
     for _, _, files, directory in os.fwalk(root, follow_symlinks=False):

@@ -29,14 +29,13 @@ RESERVED = (
     "/lib64",
     "/proc",
     "/sbin",
-    "/sys",
     "/tmp",
     "/usr",
     WORKSPACE,
     HOME,
 )
 
-# The repository that two agents share holds hooks and settings that either can write: hooks never run, wherever git runs.
+# The repository that two agents share holds hooks and settings that either can write: no hook runs by default.
 GITCONFIG = """\
 [safe]
 \tdirectory = *
@@ -84,7 +83,7 @@ def write_state(state: Path, uid: int) -> None:
 
 
 def _link_programs(directory: Path) -> None:
-    """Links to what the host keeps in /usr/local/bin, which the sandbox's own directory covers; then this interpreter."""
+    """Links to what the host keeps in /usr/local/bin, which the sandbox's own covers; and this interpreter."""
     if LOCAL_BIN.is_dir():
         for path in LOCAL_BIN.iterdir():
             (directory / path.name).symlink_to(f"{HOST_BIN}/{path.name}")
@@ -98,8 +97,8 @@ def check_binds(spec: SandboxSpec) -> None:
     """Checks paths before anything is created.
 
     Raises:
-        OpsdError: a missing host path, a path inside that is not absolute and plain, reserved or named twice, or a writable
-            host path that is a symbolic link (it may point anywhere by the time it is mounted).
+        OpsdError: a missing host path, a path inside that is not absolute and plain, reserved or named twice, or a
+            writable host path that is a symbolic link (it may point anywhere by the time it is mounted).
     """
     seen = set()
     for source, inside in ((spec.workspace, WORKSPACE), *spec.ro_binds, *spec.rw_binds):
@@ -121,7 +120,7 @@ def check_binds(spec: SandboxSpec) -> None:
         if Path(source).is_symlink() or not Path(source).is_dir():
             raise OpsdError(
                 f"sandbox {spec.name}: {source} is not a directory of its own",
-                "writable host paths are directories, not symbolic links: their whole tree is handed to the sandbox's user",
+                "writable host paths are directories, not links: their whole tree is handed to the sandbox's user",
                 "name the directory itself",
             )
 
@@ -135,7 +134,7 @@ def _below(path: str, roots: Iterable[str]) -> bool:
 
 
 def mount_args(spec: SandboxSpec, state: Path) -> list[str]:
-    """The mounts as ``bwrap`` arguments, parents before children. Parents get mode 0755: bwrap's own default is 0700."""
+    """The mounts as ``bwrap`` arguments, parents before children. Parents get mode 0755: bwrap's default is 0700."""
     args: list[str] = []
     system = ["/usr"]
     for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"):
