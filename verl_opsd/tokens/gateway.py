@@ -314,7 +314,7 @@ class Session:
         """Appends the prompt's new part and the reply to its branch."""
         if plan.fork is not None:
             self._branches.append(plan.fork)
-            plan.fork.ids = plan.prompt
+            plan.fork.ids = plan.prompt.copy()
         else:
             branch = self._branches[plan.branch]
             branch.ids.extend(plan.prompt[len(branch.ids) :])

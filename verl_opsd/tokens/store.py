@@ -225,8 +225,8 @@ class EpisodeStore:
         for turn in episode.turns:
             if (turn.episode_id, turn.contract_hash) != (episode.episode_id, episode.contract_hash):
                 raise OpsdError(
-                    f"turn {turn.turn} of {turn.episode_id}/{turn.agent_id}, contract {turn.contract_hash[:12]}, in episode "
-                    f"{episode.episode_id}, contract {episode.contract_hash[:12]}",
+                    f"turn {turn.turn} of {turn.episode_id}/{turn.agent_id}, contract {turn.contract_hash[:12]}, "
+                    f"in episode {episode.episode_id}, contract {episode.contract_hash[:12]}",
                     "an episode's turns carry its own id and contract",
                     "build the episode from the records of its own sessions",
                 )

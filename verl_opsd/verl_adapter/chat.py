@@ -62,8 +62,8 @@ class VerlTokenBuilder:
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template, e.g. ``verl_opsd/models/chatml.jinja``.
-        model_type: ``config.json``'s. Where verl has no Qwen builder for it, its Qwen builder is used: it is the one that
-            knows the line break after <|im_end|>.
+        model_type: ``config.json``'s. Where verl has no Qwen builder for it, its Qwen builder is used: it is the one
+            that knows the line break after <|im_end|>.
 
     Raises:
         OpsdError: the tokenizer is not ChatML, or its template is not append-only: rendered message by message a small
@@ -87,7 +87,7 @@ class VerlTokenBuilder:
     def extend(
         self, previous: list[dict[str, Any]], updated: list[dict[str, Any]], ids: list[int], tools: Tools
     ) -> list[int]:
-        """Ids to append after a reply: its turn end where the reply was cut off, the line break, then the new messages."""
+        """Ids to append after a reply: its turn end where it was cut off, the line break, then the new messages."""
         cut_off = [] if ids[-1] == self._im_end else [self._im_end]
         merged = self._builder.merge_context_tokens(previous, updated, [self._im_end], tools=_list(tools))
         if merged.removed_prefix_token_count or merged.token_ids[0] != self._im_end:
