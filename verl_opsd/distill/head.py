@@ -1,0 +1,243 @@
+"""`LossPositionHead`: the model's own lm_head, which applies the vocabulary only where there is loss.
+
+It gathers the hidden states at the loss positions, and computes the divergence and its gradient chunk by chunk in
+one pass: no tensor of positions x vocabulary outlives a chunk. Installed by a class swap, so the name, tying,
+sharding and checkpoints of the parameter, and adapters elsewhere, stay as they are; without a task it is ``nn.Linear``.
+
+Shape suffixes: B batch, T sequence, N loss positions, C loss positions of one chunk, H hidden size (the teacher's may
+differ), V vocabulary. Log-probabilities and divergences are in nats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from verl_opsd.distill.chunk import ChunkInput, ChunkOutput, chunk_loss
+from verl_opsd.distill.loss import LossSpec
+from verl_opsd.distill.signal import Signal
+from verl_opsd.errors import OpsdError
+
+
+@dataclass(frozen=True)
+class HeadResult:
+    """Detached per-token values, float32[N] each. NaN marks what the task or the form of its signal does not tell.
+
+    Attributes:
+        divergence_N: the divergence from the teacher, before weights and coefficients; nats.
+        anchor_N: the same from the anchor (drift); nats.
+        student_logprob_N, teacher_logprob_N: of the sampled token (``labels_N``).
+        entropy_N: of the student's distribution; nats.
+        agree_N: 1 where student and teacher have the same most probable token, else 0.
+        weight_N: the data-dependent weight that multiplied the position's coefficient.
+        coverage_student_N, coverage_teacher_N: probability mass of the support on either side (1: full vocabulary).
+    """
+
+    divergence_N: Tensor
+    anchor_N: Tensor
+    student_logprob_N: Tensor
+    teacher_logprob_N: Tensor
+    entropy_N: Tensor
+    agree_N: Tensor
+    weight_N: Tensor
+    coverage_student_N: Tensor
+    coverage_teacher_N: Tensor
+
+
+@dataclass
+class HeadTask:
+    """What one forward of the head has to do. Set as ``head.task`` before the forward, and removed after it.
+
+    Attributes:
+        kind: ``score`` returns hidden states at ``index_N``; ``loss`` returns the weighted sum of divergences.
+        index_N: int64 indices into the flattened (B*T) hidden states: the predicting positions.
+        labels_N: int64 sampled tokens, the token at position + 1.
+        teacher: the teacher's signal at the same positions.
+        teacher_weight_VH: the teacher's vocabulary weight; None: this head's own (``Signal.head_id == "student"``).
+        coef_N: float32 final coefficient of each position's divergence.
+        anchor: the anchor's exact signal, always under this head's own weight.
+        anchor_coef_N: float32 final coefficient of each position's divergence from the anchor.
+        loss: which divergence, support and weights.
+        chunk: loss positions per chunk.
+        behaviour_logprob_N: float32 log-probabilities of the sampled tokens under the policy that sampled them; for the
+            policy-gradient form only.
+        compile: whether the elementwise work of the default loss goes through ``torch.compile``.
+        result: filled by the forward of a ``loss`` task.
+    """
+
+    kind: Literal["score", "loss"]
+    index_N: Tensor
+    labels_N: Tensor | None = None
+    teacher: Signal | None = None
+    teacher_weight_VH: Tensor | None = None
+    coef_N: Tensor | None = None
+    anchor: Signal | None = None
+    anchor_coef_N: Tensor | None = None
+    loss: LossSpec = field(default_factory=LossSpec)
+    chunk: int = 1024
+    behaviour_logprob_N: Tensor | None = None
+    compile: bool = False
+    result: HeadResult | None = None
+
+    def check(self, weight_VH: Tensor) -> None:
+        """Refuses a task that contradicts itself or the head.
+
+        Raises:
+            OpsdError: a part is missing, superfluous or of another length, dtype or vocabulary.
+        """
+        n = self.index_N.numel()
+        if self.index_N.dtype != torch.int64 or self.index_N.dim() != 1:
+            _refuse(f"index_N {self.index_N.dtype} of {self.index_N.dim()} dimensions", "index_N is int64[N]")
+        if self.chunk < 1:
+            _refuse(f"chunk={self.chunk}", "a chunk holds at least one loss position")
+        if self.kind == "score":
+            return
+        if self.kind != "loss":
+            _refuse(f"kind={self.kind!r}", "kind is score or loss")
+        for name in ("labels_N", "coef_N", "anchor_coef_N", "behaviour_logprob_N"):
+            value = getattr(self, name)
+            if value is not None and tuple(value.shape) != (n,):
+                _refuse(f"{name} of shape {tuple(value.shape)} for {n} loss positions", f"{name} has one entry each")
+        for name, signal, coef in (
+            ("teacher", self.teacher, self.coef_N),
+            ("anchor", self.anchor, self.anchor_coef_N),
+        ):
+            if (signal is None) != (coef is None):
+                _refuse(f"{name} with a signal or coefficients only", "a signal and its coefficients come together")
+            if signal is not None and len(signal) != n:
+                _refuse(f"{name} signal at {len(signal)} of {n} loss positions", "a signal has one entry a position")
+        if self.teacher is None and self.anchor is None:
+            _refuse("a loss task with neither teacher nor anchor", "there is nothing to measure a divergence from")
+        if self.teacher is not None and self.teacher.form == "exact":
+            own = self.teacher.head_id == "student"
+            if own != (self.teacher_weight_VH is None):
+                _refuse(
+                    f"teacher under head {self.teacher.head_id!r} {'with' if own else 'without'} a weight of its own",
+                    "head_id 'student' uses this head's weight; any other teacher brings teacher_weight_VH",
+                )
+        elif self.teacher_weight_VH is not None:
+            _refuse("teacher_weight_VH without an exact teacher", "only hidden states need a vocabulary weight")
+        if self.anchor is not None and self.anchor.head_id != "student":
+            _refuse(
+                f"anchor under head {self.anchor.head_id!r}", "the anchor is the student's own base: head 'student'"
+            )
+        vocab = weight_VH.shape[0]
+        if self.teacher_weight_VH is not None and self.teacher_weight_VH.shape[0] != vocab:
+            _refuse(
+                f"teacher vocabulary of {self.teacher_weight_VH.shape[0]} entries, student of {vocab}",
+                "student and teacher share one vocabulary, entry by entry",
+            )
+
+
+def _refuse(what: str, rule: str) -> None:
+    raise OpsdError(what, rule, "build the HeadTask as its docstring says")
+
+
+class LossPositionHead(nn.Linear):
+    """``nn.Linear`` without a task; with one, see :class:`HeadTask`."""
+
+    task: HeadTask | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., H] -> [..., V] without a task; [1, N, H] for ``score``; [1, 1, 1] float for ``loss``.
+
+        Raises:
+            OpsdError: the task contradicts itself or this head.
+        """
+        task = self.task
+        if task is None:
+            return super().forward(x)
+        task.check(self.weight)
+        hidden_NH = x.reshape(-1, x.shape[-1]).index_select(0, task.index_N)
+        # An empty slice, not 0 * x: it ties the output to the graph when N is 0 and stays finite when x is not.
+        alive = x.reshape(-1)[:0].sum()
+        if task.kind == "score":
+            return (hidden_NH + alive)[None]
+        with torch.autocast(x.device.type, enabled=False):
+            loss, *values = _ChunkedLoss.apply(hidden_NH, self.weight, task, torch.is_grad_enabled())
+        task.result = HeadResult(**dict(zip((f.name for f in fields(HeadResult)), values, strict=True)))
+        return (loss + alive.to(loss.dtype)).reshape(1, 1, 1)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sum over chunks of the weighted divergences; gradients are made in forward, and scaled in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, task: HeadTask, grad_enabled: bool) -> Any:
+        need_hidden = grad_enabled and ctx.needs_input_grad[0]
+        need_weight = grad_enabled and ctx.needs_input_grad[1]
+        n = hidden_NH.shape[0]
+        dtype = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
+        weight_VH = weight_VH.detach()
+        hidden_NH = hidden_NH.detach().to(weight_VH.dtype)
+        total = torch.zeros((), dtype=dtype, device=weight_VH.device)
+        names = [f.name for f in fields(HeadResult)]
+        values = {k: torch.full((n,), torch.nan, dtype=torch.float32, device=weight_VH.device) for k in names}
+        grad_hidden_NH = torch.zeros_like(hidden_NH) if need_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if need_weight else None
+        for start in range(0, n, task.chunk):
+            rows = slice(start, min(start + task.chunk, n))
+            chunk = ChunkInput.cut(task, rows, hidden_NH, weight_VH, dtype, need_hidden or need_weight)
+            out: ChunkOutput = chunk_loss(chunk, task.loss)
+            total += out.loss
+            for name in names:
+                value = getattr(out, name.removesuffix("_N") + "_C")
+                if value is not None:
+                    values[name][rows] = value.to(torch.float32)
+            if out.grad_CV is None:
+                continue
+            if grad_hidden_NH is not None:
+                torch.mm(out.grad_CV, weight_VH, out=grad_hidden_NH[rows])
+            if grad_weight_VH is not None:
+                # 0 * NaN is NaN: a masked position's hidden state must not reach the weight's gradient.
+                used_C1 = (out.grad_CV != 0).any(-1, keepdim=True)
+                chunk_hidden_CH = torch.where(used_C1, hidden_NH[rows], 0.0)
+                grad_weight_VH += out.grad_CV.T @ chunk_hidden_CH
+        ctx.save_for_backward(grad_hidden_NH, grad_weight_VH)
+        ctx.weight_dtype = weight_VH.dtype
+        outputs = [values[k] for k in names]
+        ctx.mark_non_differentiable(*outputs)
+        return total, *outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
+        if grad_hidden_NH is not None:
+            grad_hidden_NH = grad_hidden_NH * grad_loss.to(grad_hidden_NH.dtype)
+        if grad_weight_VH is not None:
+            grad_weight_VH = (grad_weight_VH * grad_loss).to(ctx.weight_dtype)
+        return grad_hidden_NH, grad_weight_VH, None, None
+
+
+def install_head(module: nn.Module) -> LossPositionHead:
+    """Swaps the class of the model's output embeddings to :class:`LossPositionHead`; before PEFT and FSDP.
+
+    Args:
+        module: a causal LM with ``get_output_embeddings()``.
+
+    Raises:
+        OpsdError: the output embeddings are not exactly ``nn.Linear`` (an adapter's wrapper, a quantised layer) or
+            carry a bias.
+    """
+    head = module.get_output_embeddings()
+    if isinstance(head, LossPositionHead):
+        return head
+    if type(head) is not nn.Linear:
+        raise OpsdError(
+            f"output embeddings of type {type(head).__module__}.{type(head).__qualname__}",
+            "the head is installed on a plain nn.Linear; under an adapter its forward would miss the adapter's delta",
+            "install the head before PEFT and FSDP, and leave lm_head out of target_modules",
+        )
+    if head.bias is not None:
+        raise OpsdError(
+            "output embeddings with a bias",
+            "the loss is computed from hidden states and the weight alone",
+            "use a head without bias",
+        )
+    head.__class__ = LossPositionHead
+    return head
