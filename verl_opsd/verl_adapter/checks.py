@@ -1,0 +1,184 @@
+"""Start-up checks of the training engine, controls on real rows, and the numbers that the publish guard compares.
+
+Every function is collective: all ranks call it in the same order. Suffixes: P positions, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tensordict import TensorDict
+from torch.distributed.tensor import DTensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+
+from verl_opsd.distill.head import LossPositionHead
+from verl_opsd.errors import OpsdError
+from verl_opsd.tokens.rows import padding_fields
+from verl_opsd.verl_adapter.engine import OpsdEngine, OpsdLoss
+from verl_opsd.verl_adapter.passes import jagged
+
+#: Largest difference in nats between log-probabilities through the head and through the model's own logits.
+HEAD_THRESHOLD = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+
+
+class Check(TypedDict):
+    """One verdict. ``fatal``: a run must not start when it has not passed; otherwise ``note`` says what was changed instead."""
+
+    name: str
+    value: float
+    threshold: float
+    passed: bool
+    fatal: bool
+    note: str
+
+
+def _check(name: str, value: float, threshold: float, passed: bool, note: str = "", fatal: bool = True) -> Check:
+    return Check(name=name, value=float(value), threshold=float(threshold), passed=passed, fatal=fatal, note=note)
+
+
+def require(checks: Sequence[Check]) -> None:
+    """Stops where a fatal check has not passed.
+
+    Raises:
+        OpsdError: names every such check with its value and threshold.
+    """
+    failed = [c for c in checks if c["fatal"] and not c["passed"]]
+    if failed:
+        raise OpsdError(
+            "; ".join(f"{c['name']}: {c['value']:g} against {c['threshold']:g} {c['note']}".rstrip() for c in failed),
+            "start-up checks fail closed",
+            "correct what the named checks measure; verl_opsd.verl_adapter.checks describes each",
+        )
+
+
+def startup_checks(engine: OpsdEngine, loss: OpsdLoss) -> list[Check]:
+    """All start-up checks of one engine; the same list on every rank. Takes seconds.
+
+    head                  the output embeddings are the loss-position head
+    head_equals_logits    log-probabilities from its hidden states = the model's own logits (nats)
+    layout                two sequences in one forward = each alone (relative); otherwise one row a forward, not fatal
+    equal_forwards        ranks with different numbers of passes make the same number of forwards
+    vocabulary            the tokenizer has no id that the head can't predict
+    adapters_bound        number of adapter tensors (with an adapter)
+    adapters_fp32         adapter tensors that are not float32 (with an adapter)
+    sequence_parallel     its size; distillation needs 1
+    """
+    engine.prepare(loss)
+    out = [_check("head", isinstance(engine.head, LossPositionHead), 1, isinstance(engine.head, LossPositionHead))]
+    error, limit = _head_error(engine), HEAD_THRESHOLD[engine._autocast_dtype]
+    out.append(_check("head_equals_logits", error, limit, error <= limit, "nats"))
+    error, limit = engine.measure_layout(), engine.layout_threshold
+    note = "packed" if engine.use_remove_padding else "padded"
+    note += ": several rows a forward" if error <= limit else " rows see each other: one row a forward"
+    out.append(_check("layout", error, limit, error <= limit, note, fatal=False))
+    spread = _forward_spread(engine, loss)
+    out.append(_check("equal_forwards", spread, 0, spread == 0, "forwards between ranks"))
+    tokens, vocabulary = len(engine.model_config.tokenizer), engine.head.out_features
+    out.append(_check("vocabulary", tokens, vocabulary, tokens <= vocabulary, "tokenizer entries against head rows"))
+    if engine._is_lora:
+        adapters = [p for k, p in engine.module.named_parameters() if "lora_" in k and p.requires_grad]
+        narrow = sum(p.dtype != torch.float32 for p in adapters)
+        out.append(_check("adapters_bound", len(adapters), 1, len(adapters) >= 1, "tensors"))
+        out.append(_check("adapters_fp32", narrow, 0, narrow == 0, "tensors in another dtype"))
+    sp = engine.ulysses_sequence_parallel_size
+    out.append(_check("sequence_parallel", sp, 1, sp == 1))
+    return out
+
+
+def _head_error(engine: OpsdEngine) -> float:
+    ids = torch.randint(engine.head.out_features, (19,), generator=torch.Generator().manual_seed(1))
+    every = torch.arange(len(ids))
+    with engine.frozen():
+        ours = torch.from_numpy(logprobs(engine, [ids.tolist()], [every.tolist()])[0])
+        inputs = TensorDict({"input_ids": jagged([ids]), "position_ids": jagged([every])}, batch_size=1)
+        tu.assign_non_tensor(inputs, temperature=1.0, use_remove_padding=engine.use_remove_padding)
+        theirs = engine.run(inputs.to(get_device_id())).float().log_softmax(-1)[0].cpu()
+    worst = (ours - theirs).abs().max().to(get_device_id())
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def _forward_spread(engine: OpsdEngine, loss: OpsdLoss) -> int:
+    """Scores as many rows as the rank's number + 1; most minus fewest forwards over ranks."""
+    n = dist.get_rank() + 1
+    ids = torch.arange(7) % engine.head.out_features
+    row = padding_fields(ids) | {
+        k: torch.tensor([2]) for k in ("opsd_position", "opsd_class", "opsd_turn", "opsd_view_pos")
+    }
+    row |= {k: torch.zeros(1) for k in ("opsd_coef", "opsd_anchor")} | {
+        "input_ids": ids,
+        "position_ids": torch.arange(7),
+    }
+    data = TensorDict({k: jagged([v] * n) for k, v in row.items()}, batch_size=n)
+    before = engine.forwards
+    engine.score(data, loss)
+    made = torch.tensor([engine.forwards - before, before - engine.forwards], device=get_device_id())
+    dist.all_reduce(made, op=dist.ReduceOp.MAX)
+    return int(made.sum())
+
+
+def control(
+    engine: OpsdEngine,
+    data: TensorDict,
+    loss: OpsdLoss,
+    teacher: Literal["own", "view"],
+    shift: int = 0,
+    adapters: Literal["off", "on"] = "off",
+) -> TensorDict:
+    """Per-token values of real rows through the training path, without a gradient.
+
+    Args:
+        data: this rank's rows, with verl's micro-batching settings.
+        teacher: ``own``: the reference on the student's own ids (identity); ``view``: on the teacher's view.
+        shift: tokens by which the teacher's positions are moved (negative control).
+        adapters: student side: ``off``: the reference weights; ``on``: the trained weights.
+
+    Returns:
+        One field for each of ``engine.TOKEN_VALUES``, ``opsd_<name>``, float32 jagged by row, on the CPU.
+    """
+    data = data.clone(recurse=False)
+    data["opsd_signal"] = jagged(engine.score(data, loss, teacher, shift))
+    if loss.anchor:
+        data["opsd_base"] = jagged(engine.score(data, loss, "own"))
+    with engine.frozen(loss if adapters == "off" else None):
+        out = engine.forward_backward_batch(data, loss, forward_only=True)["model_output"]
+    return TensorDict({k: v.cpu() for k, v in out.items()}, batch_size=len(data))
+
+
+def logprobs(
+    engine: OpsdEngine, sequences: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
+) -> list[np.ndarray]:
+    """Log-probabilities of the next token under the trained weights (adapters on).
+
+    Args:
+        sequences: token ids, the same on every rank.
+        positions: for each sequence the predicting positions.
+
+    Returns:
+        float32[P, V] each, in nats.
+    """
+    out = []
+    with engine.frozen():
+        weight_VH = engine.head_weight()
+        for ids, places in zip(sequences, positions, strict=True):
+            (hidden_PH,) = engine.hidden([torch.tensor(ids)], [torch.tensor(places, dtype=torch.int64)])
+            logits_PV = F.linear(hidden_PH, weight_VH.to(hidden_PH.dtype)).float()
+            out.append(logits_PV.log_softmax(-1).cpu().numpy())
+    return out
+
+
+def adapter_stats(engine: OpsdEngine) -> dict[str, Any]:
+    """``tensors``: number of adapter tensors; ``dtypes``: theirs; ``max_abs_B``: largest entry of any lora_B, over ranks."""
+    adapters = {k: p.detach() for k, p in engine.module.named_parameters() if "lora_" in k}
+    shards = [p.to_local() if isinstance(p, DTensor) else p for k, p in adapters.items() if "lora_B" in k]
+    largest = max((float(s.abs().max()) for s in shards if s.numel()), default=0.0)
+    over_ranks = torch.tensor(largest, device=get_device_id())
+    dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX)
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in adapters.values()})
+    return {"tensors": len(adapters), "dtypes": dtypes, "max_abs_B": float(over_ranks)}

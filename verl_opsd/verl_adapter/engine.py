@@ -1,0 +1,475 @@
+"""`OpsdEngine`: verl's FSDP2 language-model engine with distillation from privileged context.
+
+What it adds to verl's engine: the loss-position head, a scoring pass that gives teacher and anchor hidden states, a loss step
+that uses them, fp32 adapters over a base of any dtype, a frozen copy of the initial weights for full-parameter training, and a
+stop at a non-finite gradient. It is chosen by verl's own engine registry under the vendor key ``opsd``; a loss function that is
+not an :class:`OpsdLoss` (SFT, PPO) takes verl's own path.
+
+Suffixes: N loss positions, H hidden size, V vocabulary, P positions asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from peft.tuners.tuners_utils import BaseTunerLayer
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from verl_opsd.distill.head import HeadResult, HeadTask, LossPositionHead, install_head
+from verl_opsd.distill.loss import LossSpec
+from verl_opsd.distill.signal import Signal
+from verl_opsd.errors import OpsdError
+from verl_opsd.verl_adapter.passes import Pass, group_passes, jagged, layout_index, own_passes, rows_of, view_passes
+
+#: Largest relative difference of a hidden state between a sequence alone and beside another one, by compute dtype.
+LAYOUT_THRESHOLD = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+#: Values of ``HeadResult`` that a step reports for each loss position, as metrics ``opsd/<name>``.
+TOKEN_VALUES = tuple(name.removesuffix("_N") for name in HeadResult.__dataclass_fields__)
+#: Row fields that a step reports beside them, so that the values can be grouped.
+ROW_VALUES = ("coef", "class", "turn")
+
+
+@dataclass(frozen=True)
+class OpsdLoss:
+    """The loss function that selects distillation; give it to verl's ``set_loss_fn``.
+
+    Attributes:
+        spec: divergence, support and data-dependent weights.
+        chunk: loss positions per chunk of the vocabulary head.
+        reference: weights of the self teacher and of the anchor. ``adapter_off``: the student's base, with its adapters
+            switched off. ``initial``: a frozen copy of the trainable weights as they were when this loss was set.
+        anchor: whether the divergence from the reference on the student's own ids is part of the loss; its coefficients are
+            the rows' ``opsd_anchor``.
+        compile: whether the head's elementwise work goes through ``torch.compile``.
+    """
+
+    spec: LossSpec = field(default_factory=LossSpec)
+    chunk: int = 1024
+    reference: Literal["adapter_off", "initial"] = "adapter_off"
+    anchor: bool = False
+    compile: bool = False
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Runs the base model: adapter layers skip their adapters. ``requires_grad`` is not touched.
+
+    PEFT's own ``disable_adapter`` freezes the adapters on the way; FSDP2 may hold unsharded parameters at that moment, and the
+    sharded ones then stay frozen without an error.
+    """
+    layers = [m for m in module.modules() if isinstance(m, BaseTunerLayer)]
+    before = [m._disable_adapters for m in layers]
+    try:
+        for m in layers:
+            m._disable_adapters = True
+        yield
+    finally:
+        for m, was in zip(layers, before, strict=True):
+            m._disable_adapters = was
+
+
+@EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device="cuda", vendor="opsd")
+class OpsdEngine(FSDPEngineWithLMHead):
+    """See the head of this file. Methods that run the model are collective: every rank calls them in the same order."""
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any):
+        if engine_config.strategy != "fsdp2":
+            raise OpsdError(
+                f"strategy={engine_config.strategy}",
+                "the loss-position head and fp32 adapters over a frozen base need FSDP2's per-parameter sharding",
+                "set actor_rollout_ref.actor.strategy=fsdp2 (engine.strategy=fsdp2 for SFT)",
+            )
+        sp, attention = engine_config.ulysses_sequence_parallel_size, model_config.hf_config._attn_implementation
+        if sp > 1 and not str(attention).startswith("flash_attention"):
+            raise OpsdError(
+                f"ulysses_sequence_parallel_size={sp} with attn_implementation={attention}",
+                "verl's sequence parallelism exchanges heads in flash attention only; others give wrong values silently",
+                "set ulysses_sequence_parallel_size=1, or use flash_attention_2",
+            )
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.forwards = 0  # calls of the model by this rank, outside verl's own path
+        self.optimizer_steps = 0
+        self.layout_error: float | None = None  # set by measure_layout
+        self._prepared: OpsdLoss | None = None
+        self._moved = False  # whether the weights are no longer those that were loaded
+        self._initial: list[Tensor] | None = None
+        self._initial_head_VH: Tensor | None = None
+
+    def initialize(self) -> None:
+        """Builds model, optimizer and scheduler; everything that was kept about earlier weights is dropped."""
+        self._forget()
+        super().initialize()
+
+    # ---- building -------------------------------------------------------------------------------------------------
+
+    def _build_module(self) -> nn.Module:
+        module = super()._build_module()
+        self.head: LossPositionHead = install_head(module)
+        return module
+
+    def _build_lora_module(self, module: nn.Module) -> nn.Module:
+        module = super()._build_lora_module(module)
+        if not isinstance(module.get_base_model().get_output_embeddings(), LossPositionHead):
+            raise OpsdError(
+                f"an adapter on the output embeddings (target_modules={self.model_config.target_modules})",
+                "the teacher and the anchor are scored under the student's own vocabulary weight, which must not move",
+                "leave lm_head out of actor_rollout_ref.model.target_modules",
+            )
+        for p in module.parameters():  # verl casts adapters to the base's dtype; small updates vanish in bf16
+            if p.requires_grad:
+                p.data = p.data.float()
+        return module
+
+    def prepare(self, loss: OpsdLoss) -> None:
+        """Checks that this engine can train with ``loss`` and keeps what it needs; called again with the same loss it does nothing.
+
+        Raises:
+            OpsdError: the engine can't give the reference that the loss names, or runs a forward that bypasses the head.
+        """
+        if loss == self._prepared:
+            return
+        if self.use_ulysses_sp:
+            raise OpsdError(
+                f"distillation with ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}",
+                "a loss position's student and teacher hidden states must be on one rank",
+                "set ulysses_sequence_parallel_size=1",
+            )
+        if self.model_config.use_fused_kernels:
+            raise OpsdError(
+                "distillation with model.use_fused_kernels=true",
+                "fused kernels bypass the vocabulary head",
+                "set actor_rollout_ref.model.use_fused_kernels=false",
+            )
+        if loss.reference == "adapter_off" and not self._is_lora:
+            raise OpsdError(
+                "reference=adapter_off with full-parameter training",
+                "there is no adapter to switch off, so the base is gone after the first step",
+                "train an adapter (actor_rollout_ref.model.lora_rank > 0), or keep a frozen copy (reference=initial)",
+            )
+        if loss.anchor and self._head_trains:
+            raise OpsdError(
+                "anchor with a trainable vocabulary head",
+                "the anchor's hidden states are read under the student's own head, which must not move",
+                "train an adapter (actor_rollout_ref.model.lora_rank > 0), or switch the anchor off",
+            )
+        if loss.reference == "initial" and self._initial is None:
+            self._keep_initial()
+        self._prepared = loss
+
+    @property
+    def _head_trains(self) -> bool:
+        return not self._is_lora
+
+    def _keep_initial(self) -> None:
+        if self._moved:
+            raise OpsdError(
+                "reference=initial asked for after the weights have moved",
+                "the frozen copy is taken before the first optimizer step and before a checkpoint is loaded",
+                "set the loss function right after the workers are built",
+            )
+        self._reshard()
+        self._initial = [shard.to("cpu", copy=True) for shard in self._trainable_shards()]
+        if self._head_trains:
+            self._initial_head_VH = self.head_weight().to(self._autocast_dtype, copy=True)
+
+    # ---- weights --------------------------------------------------------------------------------------------------
+
+    def _trainable_shards(self) -> list[Tensor]:
+        """This rank's part of every trainable parameter, sharing its storage."""
+        params = (p.detach() for p in self.module.parameters() if p.requires_grad)
+        return [p.to_local() if isinstance(p, DTensor) else p for p in params]
+
+    def _reshard(self) -> None:
+        """Drops unsharded copies, so that parameters are the shards and the next forward gathers them anew."""
+        for m in self.module.modules():
+            if isinstance(m, FSDPModule):
+                m.reshard()
+
+    def head_weight(self) -> Tensor:
+        """[V, H] the whole vocabulary weight, gathered on every rank."""
+        weight = self.head.weight.detach()
+        weight = weight.to(get_device_id())
+        return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+    @contextmanager
+    def _initial_weights(self) -> Iterator[None]:
+        assert self._initial is not None
+        self._reshard()
+        shards = self._trainable_shards()
+        current = [s.to("cpu", copy=True) for s in shards]
+        try:
+            for shard, initial in zip(shards, self._initial, strict=True):
+                shard.copy_(initial)
+            yield
+        finally:
+            self._reshard()
+            for shard, saved in zip(shards, current, strict=True):
+                shard.copy_(saved)
+
+    @contextmanager
+    def frozen(self, reference: OpsdLoss | None = None) -> Iterator[None]:
+        """Evaluation mode without gradients; with ``reference``, under the weights of the teacher that this loss names.
+
+        Training flags, adapter state, ``requires_grad`` and weights are afterwards what they were, whatever happens inside.
+        """
+        weights: AbstractContextManager[None] = nullcontext()
+        if reference is not None:
+            self.prepare(reference)
+            weights = adapters_off(self.module) if reference.reference == "adapter_off" else self._initial_weights()
+        flags = [(m, m.training) for m in self.module.modules()]
+        try:
+            self.module.eval()
+            with torch.no_grad(), weights:
+                yield
+        finally:
+            for m, training in flags:
+                m.training = training
+
+    # ---- forwards -------------------------------------------------------------------------------------------------
+
+    def run(self, inputs: TensorDict, task: HeadTask | None = None) -> Tensor:
+        """The model's logits for verl's inputs, on the device; with a task what the head returns for it.
+
+        Raises:
+            OpsdError: the model does not return its head's output as it is.
+        """
+        model_inputs, _ = self.prepare_model_inputs(micro_batch=inputs)
+        mixed = self._autocast_dtype != torch.float32
+        self.head.task = task
+        self.forwards += 1
+        try:
+            with torch.autocast(get_device_name(), dtype=self._autocast_dtype) if mixed else nullcontext():
+                out: Tensor = self.module(**model_inputs, use_cache=False).logits
+        finally:
+            self.head.task = None
+        if task is None:
+            return out
+        want = (1, 1, 1) if task.kind == "loss" else (1, task.index_N.numel(), self.head.in_features)
+        if tuple(out.shape) != want or (task.kind == "loss" and task.result is None):
+            raise OpsdError(
+                f"the model returned logits of shape {tuple(out.shape)} for a {task.kind} task, expected {want}",
+                "logits are the output of the vocabulary head and nothing is done to them",
+                "use a model whose forward calls its output embeddings and returns their result as logits",
+            )
+        return out
+
+    def hidden(
+        self,
+        ids: Sequence[Tensor],
+        positions: Sequence[Tensor],
+        rope_rows: int | None = None,
+        packed: bool | None = None,
+    ) -> list[Tensor]:
+        """Hidden states that the vocabulary head reads, from one forward over all sequences.
+
+        Args:
+            ids: int64[T_i] each.
+            positions: int64[P_i] each, relative to the sequence.
+            rope_rows: rows of the position ids in multimodal models (verl's 3-D form); None: 1-D positions.
+            packed: layout; None: as the engine is configured.
+
+        Returns:
+            [P_i, H] in the compute dtype, on the device.
+        """
+        device = get_device_id()
+        packed = self.use_remove_padding if packed is None else packed
+        place = [torch.arange(len(x), device=device) for x in ids]
+        if rope_rows is not None:
+            place = [p.expand(rope_rows, -1) for p in place]
+        fields = {
+            "input_ids": jagged([x.to(device) for x in ids]),
+            "position_ids": tu.nested_tensor_from_tensor_list(place),
+        }
+        inputs = TensorDict(fields, batch_size=len(ids))
+        tu.assign_non_tensor(inputs, temperature=1.0, use_remove_padding=packed)
+        index = layout_index([len(x) for x in ids], [p.to(device) for p in positions], packed)
+        out = self.run(inputs, HeadTask(kind="score", index_N=index))
+        return list(out[0].split([len(p) for p in positions]))
+
+    def measure_layout(self) -> float:
+        """Whether sequences that share a forward see nothing of each other: the largest relative difference of a hidden state
+        between two random sequences together and each alone, over all ranks. Kept in ``layout_error``."""
+        generator = torch.Generator().manual_seed(0)
+        ids = [torch.randint(self.head.out_features, (n,), generator=generator) for n in (13, 17)]
+        every = [torch.arange(len(x)) for x in ids]
+        with self.frozen():
+            together = self.hidden(ids, every)
+            alone = [self.hidden([x], [p])[0] for x, p in zip(ids, every, strict=True)]
+        worst = torch.stack(
+            [
+                ((a - b).float().norm(dim=-1) / b.float().norm(dim=-1)).max()
+                for a, b in zip(together, alone, strict=True)
+            ]
+        ).max()
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        self.layout_error = float(worst)
+        return self.layout_error
+
+    @property
+    def layout_threshold(self) -> float:
+        """Largest ``layout_error`` at which sequences may share a forward."""
+        return LAYOUT_THRESHOLD[self._autocast_dtype]
+
+    def shares_forwards(self) -> bool:
+        """Whether several sequences may share a forward; measured on the real layers at the first call."""
+        error = self.measure_layout() if self.layout_error is None else self.layout_error
+        return error <= self.layout_threshold
+
+    def _scoring_limits(self) -> tuple[float, float]:
+        """Tokens and sequences of one scoring forward."""
+        cfg = self.engine_config
+        if not (self.use_remove_padding and self.shares_forwards()):
+            return math.inf, 1
+        if cfg.use_dynamic_bsz:
+            return cfg.infer_max_token_len_per_gpu or cfg.max_token_len_per_gpu, math.inf
+        return math.inf, cfg.infer_micro_batch_size_per_gpu or cfg.micro_batch_size_per_gpu
+
+    def score(
+        self, data: TensorDict, loss: OpsdLoss, source: Literal["view", "own"] = "view", shift: int = 0
+    ) -> list[Tensor]:
+        """Hidden states of the reference weights at every row's loss positions.
+
+        Every rank makes the same number of forwards, however many passes its rows have.
+
+        Args:
+            data: this rank's rows (``tokens.rows``).
+            loss: names the reference weights.
+            source: ``view``: the teacher's view; ``own``: the student's own ids (anchor, identity teacher).
+            shift: tokens by which every position is moved (negative control); 0 otherwise.
+
+        Returns:
+            For each row [N_r, H] on the CPU, in the compute dtype.
+
+        Raises:
+            OpsdError: a row breaks its contract, or the reference is not available.
+        """
+        rows = rows_of(data)
+        passes = view_passes(rows, shift) if source == "view" else own_passes(rows, shift)
+        rope_rows = data["position_ids"].values().shape[0] if data["position_ids"].dim() == 3 else None
+        out: list[Tensor] = [
+            torch.empty(r["opsd_position"].numel(), self.head.in_features, dtype=self._autocast_dtype) for r in rows
+        ]
+        groups: list[list[Pass]] = group_passes(passes, *self._scoring_limits())
+        count = torch.tensor(len(groups), device=get_device_id())
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.get_data_parallel_group())
+        with self.frozen(loss):
+            for group in groups:
+                hidden = self.hidden([p.ids_T for p in group], [p.index_N for p in group], rope_rows)
+                for p, h in zip(group, hidden, strict=True):
+                    out[p.row][p.slots_N] = h.to("cpu", self._autocast_dtype)
+            nothing = torch.zeros(0, dtype=torch.int64)
+            for _ in range(int(count) - len(groups)):
+                self.hidden([torch.zeros(2, dtype=torch.int64)], [nothing], rope_rows)
+        return out
+
+    # ---- training -------------------------------------------------------------------------------------------------
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
+        """verl's loop over micro-batches; one row each where rows that share a forward would see each other."""
+        if isinstance(loss_function, OpsdLoss) and not self.shares_forwards():
+            tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+        return super().forward_backward_batch(data, loss_function, forward_only)
+
+    def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> tuple[Tensor, dict]:
+        """One micro-batch. With an :class:`OpsdLoss` the rows bring their signal in ``opsd_signal`` (and ``opsd_base``): hidden
+        states [N_r, H] under the student's own vocabulary head.
+
+        Returns:
+            The loss times the data-parallel size (FSDP averages over ranks), and verl's record: ``loss``, ``metrics`` with a
+            flat list for each token value, and in ``forward_only`` the same values by row in ``model_output``.
+        """
+        if not isinstance(loss_function, OpsdLoss):
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        self.prepare(loss_function)
+        batch = micro_batch.to(get_device_id())
+        tu.assign_non_tensor(batch, temperature=1.0)
+        ids, positions = batch["input_ids"].unbind(), batch["opsd_position"].unbind()
+        packed = tu.get_non_tensor_data(batch, "use_remove_padding", True)
+        counts = [len(p) for p in positions]
+        task = HeadTask(
+            kind="loss",
+            index_N=layout_index([len(x) for x in ids], positions, packed),
+            labels_N=torch.cat([x[p + 1] for x, p in zip(ids, positions, strict=True)]),
+            teacher=_signal(batch, "opsd_signal", counts, "student" if self._initial_head_VH is None else "initial"),
+            teacher_weight_VH=self._initial_head_VH,
+            coef_N=_flat(batch, "opsd_coef") * self.get_data_parallel_size(),
+            anchor=_signal(batch, "opsd_base", counts, "student") if loss_function.anchor else None,
+            anchor_coef_N=_flat(batch, "opsd_anchor") * self.get_data_parallel_size() if loss_function.anchor else None,
+            loss=loss_function.spec,
+            chunk=loss_function.chunk,
+            compile=loss_function.compile,
+        )
+        if not loss_function.anchor and bool((_flat(batch, "opsd_anchor") != 0).any()):
+            raise OpsdError(
+                "rows with anchor coefficients under a loss without an anchor",
+                "a coefficient that is not used would vanish silently",
+                "set anchor=True in OpsdLoss, or build the rows with opsd_anchor = 0",
+            )
+        loss = self.run(batch, task).sum()
+        assert task.result is not None
+        values = {name: getattr(task.result, f"{name}_N") for name in TOKEN_VALUES}
+        metrics = {f"opsd/{k}": v.tolist() for k, v in values.items()}
+        metrics |= {f"opsd/{k}": _flat(batch, f"opsd_{k}").tolist() for k in ROW_VALUES}
+        metrics["opsd/step"] = [self.optimizer_steps] * sum(counts)
+        output = {"opsd_" + k: jagged(v.split(counts)) for k, v in values.items()} if forward_only else {}
+        return loss, {"model_output": output, "loss": loss.detach().item(), "metrics": metrics}
+
+    def optimizer_step(self) -> float:
+        """verl's step; a non-finite gradient stops every rank before a parameter has changed.
+
+        Raises:
+            OpsdError: the gradient's norm is not finite.
+        """
+        norm: float = super().optimizer_step()
+        if not math.isfinite(norm):
+            raise OpsdError(
+                f"gradient norm {norm} at optimizer step {self.optimizer_steps}",
+                "a step with a non-finite gradient is never taken, and never skipped silently",
+                "look at opsd/divergence of this step; lower the learning rate or the coefficients",
+            )
+        self._moved = True
+        self.optimizer_steps += 1
+        return norm
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """verl's; afterwards the weights are no longer the initial ones."""
+        self._moved = True
+        super().load_checkpoint(*args, **kwargs)
+
+
+def _flat(batch: TensorDict, name: str) -> Tensor:
+    """A jagged field's rows, one after another."""
+    return torch.cat(list(batch[name].unbind()))
+
+
+def _signal(batch: TensorDict, name: str, counts: Sequence[int], head_id: str) -> Signal:
+    if name not in batch.keys():  # noqa: SIM118
+        raise OpsdError(
+            f"micro-batch without {name}",
+            "rows are scored once, before the optimizer steps",
+            "train through OpsdTrainingWorker.train_mini_batch, or put the scored hidden states into the batch",
+        )
+    rows = batch[name].unbind()
+    if [len(r) for r in rows] != list(counts):
+        raise OpsdError(
+            f"{name} with {[len(r) for r in rows]} entries for {list(counts)} loss positions",
+            "a signal has one hidden state for each loss position of its row",
+            "score the rows that are trained on",
+        )
+    return Signal(hidden_NH=torch.cat(list(rows)), head_id=head_id)

@@ -1,0 +1,132 @@
+"""From rows to sequences that a model can run: passes of the teacher's views, their grouping, and the layout of a forward.
+
+Pure tensor functions; nothing here knows verl, FSDP or the model. Suffixes: N loss positions of a row, T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_opsd.errors import OpsdError
+from verl_opsd.tokens.rows import FIELDS, check_row
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One sequence of one row, and the loss positions that it scores.
+
+    Attributes:
+        row: index of the row on this rank.
+        slots_N: int64, which of the row's loss positions this pass scores.
+        ids_T: int64 token ids.
+        index_N: int64, positions in ``ids_T`` whose hidden state predicts the loss token.
+    """
+
+    row: int
+    slots_N: Tensor
+    ids_T: Tensor
+    index_N: Tensor
+
+
+def rows_of(data: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Splits jagged fields into rows and asserts the row contract of each.
+
+    Raises:
+        OpsdError: a field is missing, or a row breaks ``tokens.rows``.
+    """
+    missing = [k for k in ("input_ids", *FIELDS) if k not in data.keys()]  # noqa: SIM118  (a TensorDict has no __contains__ for str)
+    if missing:
+        raise OpsdError(
+            f"batch lacks the fields {missing}",
+            "every row of a distillation batch has the fields of verl_opsd.tokens.rows, padding rows too",
+            "build the rows with tokens.rows, and padding rows with tokens.rows.padding_fields",
+        )
+    columns = {k: data[k].unbind() for k in ("input_ids", *FIELDS)}
+    rows = [{k: v[r] for k, v in columns.items()} for r in range(len(columns["input_ids"]))]
+    for row in rows:
+        check_row(row["input_ids"], row)
+    return rows
+
+
+def _check_shift(index_N: Tensor, lengths: Tensor, shift: int) -> Tensor:
+    moved = index_N + shift
+    if bool(((moved < 0) | (moved >= lengths)).any()):
+        raise OpsdError(
+            f"shift of {shift} moves a loss position out of its sequence",
+            "a shifted position must stay inside its own pass",
+            "use a smaller shift",
+        )
+    return moved
+
+
+def view_passes(rows: Sequence[dict[str, Tensor]], shift: int = 0) -> list[Pass]:
+    """The passes of every row's teacher view that score at least one loss position.
+
+    Args:
+        shift: tokens by which every scored position is moved inside its pass; anything but 0 is a negative control.
+
+    Raises:
+        OpsdError: ``shift`` leaves a pass.
+    """
+    out = []
+    for r, row in enumerate(rows):
+        ends = row["opsd_view_len"].cumsum(0)
+        owner = torch.searchsorted(ends, row["opsd_view_pos"], right=True)
+        for p, ids in enumerate(row["opsd_view_ids"].split(row["opsd_view_len"].tolist())):
+            slots = (owner == p).nonzero()[:, 0]
+            if len(slots):
+                index = row["opsd_view_pos"][slots] - (ends[p] - len(ids))
+                out.append(Pass(r, slots, ids, _check_shift(index, ends[p] * 0 + len(ids), shift)))
+    return out
+
+
+def own_passes(rows: Sequence[dict[str, Tensor]], shift: int = 0) -> list[Pass]:
+    """One pass over each row's own ids (the student's view): the anchor and the identity teacher. ``shift`` as above."""
+    out = []
+    for r, row in enumerate(rows):
+        n = row["opsd_position"].numel()
+        if n:
+            length = torch.tensor(row["input_ids"].numel(), device=row["input_ids"].device)
+            index = _check_shift(row["opsd_position"], length, shift)
+            out.append(Pass(r, torch.arange(n), row["input_ids"], index))
+    return out
+
+
+def group_passes(passes: Sequence[Pass], max_tokens: float, max_sequences: float) -> list[list[Pass]]:
+    """Fills forwards in order; a pass above ``max_tokens`` gets a forward of its own."""
+    groups: list[list[Pass]] = []
+    tokens = 0
+    for p in passes:
+        size = p.ids_T.numel()
+        if not groups or tokens + size > max_tokens or len(groups[-1]) >= max_sequences:
+            groups.append([])
+            tokens = 0
+        groups[-1].append(p)
+        tokens += size
+    return groups
+
+
+def layout_index(lengths: Sequence[int], positions: Sequence[Tensor], packed: bool) -> Tensor:
+    """Positions of several sequences, flat in the layout that the model sees.
+
+    Args:
+        lengths: tokens of each sequence.
+        positions: int64[N_r] for each sequence, relative to its start.
+        packed: sequences one after another (1, sum T); otherwise right-padded to the longest (B, max T), flattened.
+
+    Returns:
+        int64[sum N_r]
+    """
+    starts, width = [], max(lengths)
+    for r in range(len(lengths)):
+        starts.append(sum(lengths[:r]) if packed else r * width)
+    return torch.cat([p + s for p, s in zip(positions, starts, strict=True)])
+
+
+def jagged(rows: Sequence[Tensor]) -> Tensor:
+    """Ragged rows (the first dimension differs) as one jagged nested tensor, the form of verl's fields."""
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
