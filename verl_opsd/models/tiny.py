@@ -1,7 +1,7 @@
 """A tiny real student made in seconds, so that the default run downloads nothing.
 
-Qwen3 architecture with random weights, and a byte-level BPE tokenizer trained on the corpus shipped beside this file. Same
-inputs give the same bytes: weights come from numpy's generator, not from torch's, whose kernels differ between processors.
+Qwen3 architecture with random weights, and a byte-level BPE tokenizer trained on the corpus shipped beside this file.
+Same inputs give the same bytes: weights come from numpy's generator, because torch's kernels differ between processors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -182,7 +182,7 @@ def publish_folder(build: Path, path: Path) -> Path:
     return path
 
 
-def _common(tokenizer: PreTrainedTokenizerFast) -> dict[str, object]:
+def _common(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return {
         "vocab_size": VOCAB,
         "max_position_embeddings": 16384,

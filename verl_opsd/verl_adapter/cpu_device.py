@@ -1,7 +1,7 @@
 """What verl expects of a device module (it is written against ``torch.cuda``), for the host processor.
 
-verl calls these through ``get_torch_device()``. Memory figures are bytes: the process's resident set and the host's memory.
-Calls that only make sense with a device queue (synchronize, empty_cache, ...) have nothing to do here.
+verl calls these through ``get_torch_device()``. Memory figures are bytes: the process's resident set, the host's
+memory. Calls that only make sense with a device queue (synchronize, empty_cache, ...) have nothing to do here.
 """
 
 from __future__ import annotations

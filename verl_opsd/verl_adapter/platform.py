@@ -1,12 +1,12 @@
 """verl on a machine without an accelerator: a Platform, and one fix to how verl names its process-group backend.
 
-``register()`` is called by the plugin's entry module in every process. Where any accelerator platform of verl is present it
-changes nothing. What each part is for:
+``register()`` is called by the plugin's entry module in every process. Where an accelerator platform of verl is present
+it changes nothing. What each part is for:
 
 * verl has no CPU platform, and falls back to ``nvidia`` when none is detected.
 * Its resource pools ask Ray for ``GPU``: the run declares logical slots (``ray_init.num_gpus``), one for each rank.
 * It composes the backend string ``cpu:gloo,<device>:<backend>``, which torch refuses when the device is ``cpu`` too.
-* Its FSDP engines are registered for ``cuda`` and ``npu`` only; ``VERL_ENGINE_DEVICE`` is verl's own switch for the lookup.
+* Its FSDP engines are registered for ``cuda`` and ``npu`` only; ``VERL_ENGINE_DEVICE`` is verl's own switch for that.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def accelerator_present() -> bool:
         return True
     from verl.plugin.platform import PlatformRegistry
 
-    names = [name for name in PlatformRegistry.registered_names() if name != NAME]
-    return any(PlatformRegistry.get(name)().is_platform_available(use_smi_check=True) for name in names)
+    others = [PlatformRegistry.get(name) for name in PlatformRegistry.registered_names() if name != NAME]
+    return any(p is not None and p().is_platform_available(use_smi_check=True) for p in others)
 
 
 def dedupe_backend(backend: str | None) -> str | None:

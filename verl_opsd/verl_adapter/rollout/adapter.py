@@ -32,7 +32,7 @@ class EmbeddedAdapter(BaseRollout):
         self,
         config: RolloutConfig,
         model_config: HFModelConfig,
-        device_mesh: DeviceMesh | None,
+        device_mesh: DeviceMesh,
         replica_rank: int = -1,
     ):
         super().__init__(config, model_config, device_mesh)
@@ -54,7 +54,7 @@ class EmbeddedAdapter(BaseRollout):
         await self.server.sleep.remote()
 
     @torch.no_grad()
-    async def update_weights(
+    async def update_weights(  # type: ignore[override]
         self,
         weights: Iterable[tuple[str, torch.Tensor]],
         global_steps: int | None = None,

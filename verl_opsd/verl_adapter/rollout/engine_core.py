@@ -1,9 +1,10 @@
 """The embedded engine without any process around it: continuous batching of turns over kept key-value caches.
 
-A request is one turn of one session. Each `EngineCore.step` runs one forward pass that holds one token of every decoding
-request and up to ``prefill_chunk`` prompt tokens of the others. Models whose layers all attend to the whole past share one
-flat row; every other model (recurrent, hybrid such as Qwen3.5, sliding) runs its sessions one after another in the step.
-The engine counts the tokens that it forwards: over a session they sum to its length, whatever the number of turns.
+A request is one turn of one session. Each `EngineCore.step` forwards one token of every decoding request and up to
+``prefill_chunk`` prompt tokens of the others. With a model whose layers all attend to the whole past they share one
+flat row; with any other model (recurrent, hybrid such as Qwen3.5, sliding) the sessions run one after another in the
+step. The engine counts the tokens that it forwards: over a session they sum to its length, whatever the number of
+turns.
 
 Legend: P positions, V vocabulary.
 """
@@ -112,7 +113,7 @@ class EngineCore:
     ):
         self.model, self.eos_ids, self.seed = model, frozenset(eos_ids), seed
         self.max_model_len, self.max_num_seqs, self.prefill_chunk = max_model_len, max_num_seqs, prefill_chunk
-        config = model.config.get_text_config()  # type: ignore[operator]
+        config = model.config.get_text_config()  # type: ignore[operator, union-attr]
         self.store = CacheStore(config, model.dtype, kv_cache_bytes, max_model_len)  # type: ignore[arg-type]
         self.counters = Counters()
         self._waiting: deque[Request] = deque()
@@ -154,7 +155,7 @@ class EngineCore:
         self.counters.requests += 1
 
     def step(self, admit: bool = True) -> list[Reply | tuple[str, OpsdError]]:
-        """One forward pass; returns what finished: replies, or (request id, error) for requests that can't be served."""
+        """One round; returns what finished: replies, or (request id, error) for requests that can't be served."""
         failed: list[Reply | tuple[str, OpsdError]] = list(self._admit()) if admit else []
         with torch.inference_mode():
             finished = self._forward(self._plan())

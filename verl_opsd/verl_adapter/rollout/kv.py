@@ -4,8 +4,9 @@
 forward pass as segments of one flat row (no padding, no mask between them): linear layers see all tokens at once,
 attention runs segment by segment against each session's own cache. It can be cropped and its prefix copied.
 
-`RecurrentCache` wraps transformers' cache for every other model (recurrent, hybrid, sliding): one session a forward pass.
-Its state cannot be rolled back (cropping a hybrid cache is silently wrong), so it is only ever extended or rebuilt.
+`RecurrentCache` wraps transformers' cache for every other model (recurrent, hybrid, sliding), one session a forward
+pass. Its state cannot be rolled back (cropping a hybrid cache is silently wrong), so it is only ever extended or
+rebuilt.
 
 Legend: L layers, G key-value heads, H query heads, T tokens of the forward pass, S cached tokens, D head size.
 """
@@ -229,7 +230,7 @@ class CacheStore:
             )
         own, keep = self._own(session, prompt)
         if own is not None and capacity > own.capacity:
-            # Growing copies the cache, so it grows by half where the budget allows: the copies stay linear in the tokens.
+            # Growing copies the cache, so it grows by half where the budget allows: all copies stay linear.
             roomy = max(capacity, min(own.capacity * 3 // 2, self.max_tokens))
             capacity = roomy if self._make_room(roomy, own) else capacity
         if not self._make_room(capacity, own):

@@ -20,7 +20,7 @@ from verl_opsd.errors import OpsdError
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One request's sampling. ``temperature=0``: greedy; ``top_k=-1``: no limit; ``max_tokens``: new tokens, stop token included."""
+    """One request. ``temperature=0``: greedy; ``top_k=-1``: no limit; ``max_tokens`` counts the stop token."""
 
     max_tokens: int
     temperature: float = 1.0

@@ -5,9 +5,9 @@ ones. The script (``rollout.engine_kwargs.opsd.script``, a JSON file) names the 
 
     {"<pair key>": {"agent1": [entry, ...], "agent2": [entry, ...]}}
 
-An entry is one turn: a text, or an object with any of ``text`` and one of ``command`` (a call of the tool ``bash``) or
-``tool`` with ``arguments``; or ``{"fault": "die"}`` (the server process ends) or ``{"fault": "raise"}``. The session of a
-request is ``<pair key>|<episode id>|<agent id>``.
+An entry is one turn: a text, or an object with ``text``, a tool call (``command`` for the tool ``bash``, or ``tool``
+and ``arguments``), or both; or ``{"fault": "die"}`` (the server process ends) or ``{"fault": "raise"}``. The session
+of a request is ``<pair key>|<episode id>|<agent id>``.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ScriptedServer(EmbeddedServer):
                 "the script asks for an error here",
                 "remove the fault from the script",
             )
-        ids = self.tokenizer.encode(reply_text(entry), add_special_tokens=False) + [self.tokenizer.eos_token_id]
+        ids = [*self.tokenizer.encode(reply_text(entry), add_special_tokens=False), self.tokenizer.eos_token_id]
         return dataclasses.replace(request, forced=np.asarray(ids, dtype=np.int32))
 
 

@@ -1,7 +1,7 @@
 """The Ray actor that serves the embedded engine: the methods that verl calls on a rollout server.
 
-Options of ``rollout.engine_kwargs.opsd``: ``kv_cache_bytes`` (bytes of all kept caches), ``prefill_chunk`` (tokens a step),
-``threads`` (of torch, in this process), and ``script`` (scripted backend only).
+Options of ``rollout.engine_kwargs.opsd``: ``kv_cache_bytes`` (bytes of all kept caches), ``prefill_chunk`` (prompt
+tokens a step), ``threads`` (of torch, in this process), and ``script`` (scripted backend only).
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class EmbeddedServer:
     """One replica's server. All methods run on the actor's event loop; the model runs in the engine's thread.
 
     Args:
-        config: verl's rollout config.
-        model_config: verl's model config.
+        config: verl's rollout config (dataclass or DictConfig).
+        model_config: verl's model config (dataclass or DictConfig).
         replica_rank: rank of the replica.
     """
 
-    def __init__(self, config: RolloutConfig | DictConfig, model_config: HFModelConfig | DictConfig, replica_rank: int):
+    def __init__(self, config: Any, model_config: Any, replica_rank: int):
         self.config: RolloutConfig = omega_conf_to_dataclass(config)
         check_rollout_config(self.config)
         self.options = EngineOptions.of(self.config)
@@ -115,7 +115,7 @@ class EmbeddedServer:
         hf_config = self.model_config.hf_config
         flat = attends_to_whole_past(hf_config.get_text_config())
         model = AutoModelForCausalLM.from_pretrained(
-            self.model_config.local_path,
+            str(self.model_config.local_path),
             config=hf_config,
             dtype=_DTYPES[self.config.dtype],
             attn_implementation=ATTENTION if flat else "sdpa",
@@ -229,10 +229,11 @@ class EmbeddedServer:
         return await self._update(update, global_steps)
 
     async def _update(self, update: Any, global_steps: int | None) -> weights.UpdateReport:
-        self._report = await asyncio.wrap_future(self._engine.call(update, when="idle"))
+        report: weights.UpdateReport = await asyncio.wrap_future(self._engine.call(update, when="idle"))
+        self._report = report
         if global_steps is not None:
             self.global_steps = global_steps
-        return self._report
+        return report
 
     async def adapter_report(self) -> dict[str, Any] | None:
         """The last update as plain values (fields of `UpdateReport`); None before the first."""

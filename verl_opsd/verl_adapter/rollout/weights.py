@@ -1,4 +1,4 @@
-"""Publishing weights into a served model: LoRA adapters as they are, or full weights by name. Every tensor must find its place.
+"""Publishing weights into a served model: LoRA adapters as they are, or full weights by name. Every tensor must bind.
 
 A merged adapter cast to a low precision can lose the whole update, so adapters are published as they were trained
 (verl's ``model.lora.merge=false``). Names are those that verl's FSDP engine sends.
@@ -59,8 +59,8 @@ def load_adapter(
         (the wrapped model, report).
 
     Raises:
-        OpsdError: a name that does not bind, a missing name, another shape, a non-finite value, or another adapter config
-            than before. The served weights are unchanged then.
+        OpsdError: a name that does not bind, a missing name, another shape, a non-finite value, or an adapter config
+            other than the one before. The served weights are unchanged then.
     """
     if isinstance(model, PeftModel):
         served = model
