@@ -88,10 +88,7 @@ def load_prepared(cache_dir: Path, repo: str, task_id: int) -> PreparedTask:
         raise OpsdError(
             f"{python_prefix} is gone", f"{folder} needs this environment", f"delete {folder}, then {way_out}"
         )
-    interpreter = Path(sys.base_prefix).resolve()
     binds = [(folder / "files" / name, inside) for name, inside in data["ro_files"]]
-    if not interpreter.is_relative_to("/usr"):
-        binds.append((interpreter, str(interpreter)))
     return PreparedTask(
         repo=repo,
         task_id=task_id,
