@@ -33,6 +33,8 @@ class SandboxSpec:
         rw_binds: (host path, path inside) pairs, writable. The host directory is handed to the sandbox's user.
         env: the whole environment of a command, on top of a minimal PATH, HOME and LANG; nothing else is inherited.
         limits: resource limits.
+        hidden: host paths that stay unreadable even where they lie below something visible (an installed data set below the
+            interpreter's prefix): an empty directory covers them. The ``verl_opsd`` package itself is always covered.
     """
 
     name: str
@@ -41,6 +43,7 @@ class SandboxSpec:
     rw_binds: tuple[tuple[Path, str], ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
+    hidden: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
