@@ -14,7 +14,7 @@ from cooperbench.agents.mini_swe_agent_v2.models.litellm_model import LitellmMod
 from cooperbench.agents.mini_swe_agent_v2.models.utils.actions_toolcall import BASH_TOOL, parse_toolcall_actions
 from jinja2 import StrictUndefined, Template
 
-from verl_opsd.cooperbench.faults import RunGuard
+from verl_opsd.cooperbench.stopping import RunGuard
 from verl_opsd.tokens.gateway import Reply, Tools
 from verl_opsd.tokens.records import TurnKind
 

@@ -19,7 +19,7 @@ from cooperbench.agents.mini_swe_agent_v2.connectors.messaging import MessagingC
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.agent import PairAgent
 from verl_opsd.cooperbench.environment import SandboxEnvironment
-from verl_opsd.cooperbench.faults import PairStopped, RunGuard, StopSignal
+from verl_opsd.cooperbench.stopping import PairStopped, RunGuard, StopSignal
 from verl_opsd.cooperbench.identity import coop_config
 from verl_opsd.cooperbench.messages import process_store
 from verl_opsd.cooperbench.model import ChatSession, GatewayModel
@@ -103,7 +103,6 @@ class PairPlace:
             InfraFault: ``git_setup:<what>``, ``preflight:<what>``, or the sandbox's own kinds.
         """
         home = self.root / agent_id
-        (home / "bin").mkdir(parents=True)
         shutil.copytree(self.prepared.base, home / "workspace" / "repo", symlinks=True)
         writable, read_only = self.remote.binds(agent_id)
         toolchain = self.prepared.python_prefix
@@ -111,8 +110,9 @@ class PairPlace:
             name=f"{self.root.name}-{agent_id}",
             workspace=home / "workspace",
             ro_binds=(*self.prepared.ro_binds, (toolchain, str(toolchain)), *read_only),
-            rw_binds=((home / "bin", "/usr/local/bin"), *writable),  # the harness installs its gh there
+            rw_binds=writable,
             env={**self._config["environment"]["env"], **self.prepared.env},
+            hidden=(self.pair.dataset_dir,),
         )
         sandbox = self._open_sandbox(spec)
         env = SandboxEnvironment(sandbox, timeout_s=GIT_TIMEOUT_S, toolchain=f"{toolchain}/bin")

@@ -15,7 +15,6 @@ from typing import Any
 from cooperbench.agents._coop.runtime import normalize_patch
 from cooperbench.agents.mini_swe_agent_v2.connectors import GitConnector
 
-from verl_opsd.cooperbench.environment import SandboxEnvironment
 from verl_opsd.cooperbench.sandbox.base import Limits, Sandbox, SandboxSpec
 from verl_opsd.errors import InfraFault
 
@@ -26,11 +25,14 @@ GIT_TIMEOUT_S = 120.0
 PATCH_LIMITS = Limits(output_bytes=64 << 20)
 
 
-class _StrictEnvironment(SandboxEnvironment):
+class _Reader:
     """An environment in which a command that fails is a fault: the harness reads an error text as if it were a patch."""
 
-    def execute(self, action: dict[str, Any], cwd: str = "", *, timeout: float | None = None) -> dict[str, Any]:
-        done = self.sandbox.run(["bash", "-c", action["command"]], timeout_s=GIT_TIMEOUT_S)
+    def __init__(self, sandbox: Sandbox, cwd: str):
+        self.sandbox, self.cwd = sandbox, cwd
+
+    def execute(self, action: dict[str, Any]) -> dict[str, Any]:
+        done = self.sandbox.run(["bash", "-c", action["command"]], timeout_s=GIT_TIMEOUT_S, cwd=self.cwd)
         if done.returncode != 0 or done.timed_out or done.truncated:
             raise InfraFault(
                 "patch_unreadable",
@@ -80,10 +82,10 @@ class PairRemote:
         self.sandbox = open_sandbox(spec)
         for name in names:
             path = f"{self._inside}/{name}.git"
-            # Agents push with their own git, so nothing may run in the background or ask for a hook.
+            # Agents push with their own git and their own user ids: nothing may run in the background or ask for a hook.
             self._run(
                 "/",
-                f"git init -q --bare --template= --initial-branch=main {path} && mkdir {path}/hooks "
+                f"git init -q --bare --shared=group --template= --initial-branch=main {path} && mkdir {path}/hooks "
                 f"&& git -C {path} config gc.auto 0 && git -C {path} config receive.autogc false",
             )
         for agent in repositories:
