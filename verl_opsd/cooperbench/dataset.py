@@ -1,0 +1,176 @@
+"""Tasks and pairs in CooperBench's layout: ``<dataset>/<repo>/task<N>/feature<K>/`` and ``<dataset>/subsets/<name>.json``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Literal
+
+from verl_opsd.cooperbench.types import PairTask
+from verl_opsd.errors import OpsdError
+
+#: The tasks that ship with this package.
+POCKET_DIR = Path(__file__).parent / "pocket"
+
+#: What a byte-compiling installer or an editor leaves beside the files of a tree.
+IGNORED_NAMES = ("__pycache__", ".git")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task folder. ``features`` are its feature ids, ascending."""
+
+    dataset_dir: Path
+    repo: str
+    task_id: int
+    features: tuple[int, ...]
+
+    @property
+    def task_dir(self) -> Path:
+        """Folder of the task."""
+        return self.dataset_dir / self.repo / f"task{self.task_id}"
+
+
+def discover(dataset_dir: Path) -> list[Task]:
+    """All tasks of a dataset, sorted by repository and task id.
+
+    Raises:
+        OpsdError: the folder is absent or holds no task.
+    """
+    tasks = []
+    for task_dir in Path(dataset_dir).glob("*/task*"):
+        features = sorted(
+            int(p.name.removeprefix("feature")) for p in task_dir.glob("feature*") if _has_number(p, "feature")
+        )
+        if _has_number(task_dir, "task") and features:
+            task_id = int(task_dir.name.removeprefix("task"))
+            tasks.append(Task(Path(dataset_dir), task_dir.parent.name, task_id, tuple(features)))
+    if not tasks:
+        raise OpsdError(
+            f"dataset {dataset_dir}: no task found",
+            "a dataset holds <repo>/task<N>/feature<K>/ folders",
+            "give the folder that holds the repositories' folders, e.g. the pocket tasks' or a CooperBench checkout's dataset/",
+        )
+    return sorted(tasks, key=lambda task: (task.repo, task.task_id))
+
+
+def _has_number(path: Path, prefix: str) -> bool:
+    return path.is_dir() and path.name.removeprefix(prefix).isdecimal()
+
+
+def load_subset(name_or_path: str | Path, dataset_dir: Path = POCKET_DIR, *, split: str = "train") -> list[PairTask]:
+    """Pairs of a subset file, in its order; a task without ``pairs`` gives every pair of its features.
+
+    Args:
+        name_or_path: name of a file in ``<dataset_dir>/subsets`` without ``.json``, or a path that ends in ``.json``.
+        split: stored in each pair.
+
+    Raises:
+        OpsdError: unknown subset (the known ones are listed), malformed file, a task or feature that the dataset lacks, or
+            the same pair twice.
+    """
+    from verl_opsd.cooperbench.recipes import near_benchmark
+
+    dataset_dir = Path(dataset_dir)
+    path = Path(name_or_path)
+    if path.suffix != ".json":
+        path = dataset_dir / "subsets" / f"{name_or_path}.json"
+    if not path.is_file():
+        known = sorted(p.stem for p in (dataset_dir / "subsets").glob("*.json"))
+        raise OpsdError(
+            f"subset {name_or_path}: {path} does not exist",
+            f"known subsets of {dataset_dir}: {', '.join(known) or 'none'}",
+            "give one of these names, or the path of a .json file",
+        )
+    try:
+        entries = json.loads(path.read_text())["tasks"]
+        wanted = [(str(e["repo"]), int(e["task_id"]), e.get("pairs")) for e in entries]
+    except (ValueError, KeyError, TypeError) as e:
+        raise OpsdError(
+            f"subset {path}: {type(e).__name__}: {e}",
+            'a subset is {"tasks": [{"repo": ..., "task_id": ..., "pairs": [[a, b], ...]}]}',
+            "correct the file",
+        ) from e
+    known_tasks = {(task.repo, task.task_id): task for task in discover(dataset_dir)}
+    pairs: list[PairTask] = []
+    for repo, task_id, listed in wanted:
+        task = known_tasks.get((repo, task_id))
+        if task is None:
+            raise OpsdError(
+                f"subset {path}: task {repo}/task{task_id} is not in {dataset_dir}",
+                f"the dataset holds {', '.join(f'{r}/task{t}' for r, t in sorted(known_tasks))}",
+                "correct the subset, or point the dataset directory at the whole dataset",
+            )
+        for features in combinations(task.features, 2) if listed is None else listed:
+            a, b = sorted(features) if len(features) == 2 else (0, 0)
+            if a == b or not {a, b} <= set(task.features):
+                raise OpsdError(
+                    f"subset {path}: {repo}/task{task_id} pair {list(features)}",
+                    f"a pair is two different features out of {list(task.features)}",
+                    "correct the subset",
+                )
+            pairs.append(PairTask(dataset_dir, repo, task_id, (a, b), split, near_benchmark(repo, task_id)))
+    keys = [pair.key for pair in pairs]
+    if len(set(keys)) != len(keys):
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        raise OpsdError(
+            f"subset {path}: {', '.join(twice)} twice", "a pair stands once in a subset", "drop the repetition"
+        )
+    return pairs
+
+
+def assert_disjoint(
+    train: Iterable[PairTask], evaluation: Iterable[PairTask], *, level: Literal["task", "repo"] = "repo"
+) -> None:
+    """Refuses an evaluation set that shares a task (``level="task"``) or a repository (``"repo"``) with the training set.
+
+    Raises:
+        OpsdError: naming everything that both hold.
+    """
+    if level not in ("task", "repo"):
+        raise OpsdError(f"level {level!r}", "level is 'task' or 'repo'", "give one of the two")
+
+    def names(pairs: Iterable[PairTask]) -> set[str]:
+        return {pair.repo if level == "repo" else f"{pair.repo}/task{pair.task_id}" for pair in pairs}
+
+    shared = sorted(names(train) & names(evaluation))
+    if shared:
+        raise OpsdError(
+            f"training and evaluation share {', '.join(shared)}",
+            f"no {level} may be in both sets: a model that trained on it is not evaluated by it",
+            "take the shared ones out of one of the two subsets",
+        )
+
+
+def tree_files(root: Path) -> list[Path]:
+    """Files and symbolic links below ``root`` in a fixed order, without byte code and git's own folder."""
+    if root.is_file():
+        return [root]
+    files = []
+    for folder, names, leaves in os.walk(root):
+        links = [name for name in names if (Path(folder) / name).is_symlink()]
+        names[:] = [name for name in names if name not in IGNORED_NAMES and name not in links]
+        files += [Path(folder) / leaf for leaf in [*leaves, *links] if not leaf.endswith(".pyc")]
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def tree_hash(paths: Sequence[Path]) -> str:
+    """SHA-256 (hex) over names, kinds and contents of the files below ``paths``, in the order of ``paths``.
+
+    Names are relative to each path, so that the same tree has the same hash wherever it lies.
+    """
+    digest = hashlib.sha256()
+    for number, root in enumerate(paths):
+        if not root.exists():
+            raise OpsdError(f"{root} does not exist", "only existing files have a hash", "check the path")
+        for path in tree_files(root):
+            name = path.relative_to(root).as_posix()
+            kind, content = ("link", os.readlink(path).encode()) if path.is_symlink() else ("file", path.read_bytes())
+            digest.update(f"{number}\0{kind}\0{name}\0{len(content)}\0".encode("utf-8", "surrogateescape"))
+            digest.update(content)
+    return digest.hexdigest()
