@@ -120,8 +120,6 @@ async def _all(
         stop.set(cancelled)
     ending = end_commands()
     await _uninterrupted([*calls, *([ending] if ending else [])], raise_errors=False)
-    if ending is not None:
-        ending.result()
     raise stop.cause or AssertionError("a stopped pair has a cause")
 
 
@@ -151,7 +149,12 @@ def _check(
 ) -> None:
     """Refuses arguments that contradict one another, before anything is made."""
     rules = [
-        (sessions == set(AGENTS), f"sessions for {sorted(sessions)}", f"a pair is {AGENTS}", "give each agent a session"),
+        (
+            sessions == set(AGENTS),
+            f"sessions for {sorted(sessions)}",
+            f"a pair is {AGENTS}",
+            "give each agent a session",
+        ),
         (briefs <= set(AGENTS), f"brief_texts for {sorted(briefs)}", f"a pair is {AGENTS}", "name these agents only"),
         (
             pair.features[0] < pair.features[1],

@@ -95,12 +95,8 @@ def _capabilities() -> dict[str, Callable[[], bool]]:
         "GitConnector.submitted_patch": lambda: hasattr(git.GitConnector, "submitted_patch"),
         "connectors/gh_shim.sh": lambda: (Path(git.__file__).parent / "gh_shim.sh").is_file(),
         "eval.sandbox._is_test_path": lambda: hasattr(sandbox, "_is_test_path"),
-        "parse guard of send_message": lambda: (
-            "could not parse that call" in inspect.getsource(agent.execute_actions)
-        ),
-        "send_message parser": lambda: (
-            callable(default._parse_send_messages) and callable(default._strip_send_message)
-        ),
+        "parse guard of send_message": lambda: "could not parse that call" in inspect.getsource(agent.execute_actions),
+        "send_message parser": lambda: callable(default._parse_send_messages) and callable(default._strip_send_message),
         "departure announced on every exit": lambda: "mark_exited" in inspect.getsource(agent.run),
         "hooks overridden by this project": lambda: all(
             hasattr(agent, n) for n in ("_nudge_unsubmitted", "_opened_pr", "_handle_send_message", "query")
@@ -132,7 +128,9 @@ def harness_identity() -> dict[str, str]:
 
     tree = hashlib.sha256()
     for path in sorted(p for p in package.rglob("*") if p.suffix in (".py", ".yaml", ".sh") and p.is_file()):
-        tree.update(f"{path.relative_to(package).as_posix()}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+        tree.update(
+            f"{path.relative_to(package).as_posix()}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
+        )
     config = coop_config()
     templates = {
         block: {k: v for k, v in config[block].items() if k.endswith("_template")} for block in ("agent", "model")

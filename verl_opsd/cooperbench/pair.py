@@ -68,7 +68,7 @@ class PairPlace:
         self._run_id = uuid.uuid4().hex[:12]
         self.root = work_dir / f"pair-{self._run_id}"
         self._config = coop_config()
-        self._lock = threading.Lock()
+        self._lock, self._setup = threading.Lock(), threading.Lock()
         self._stopped = False
         self._sandboxes: list[Sandbox] = []
         self._places: dict[str, _AgentPlace] = {}
@@ -118,7 +118,8 @@ class PairPlace:
         env = SandboxEnvironment(sandbox, timeout_s=GIT_TIMEOUT_S, toolchain=f"{toolchain}/bin")
         connector = GitConnector(agent_id, list(self.agents), self.remote.url(agent_id))
         try:
-            connector.setup(env)
+            with self._setup:  # both push `main`: at the same time one of the two is left without origin/main
+                connector.setup(env)
         except RuntimeError as error:
             raise InfraFault(
                 "git_setup:connector",
@@ -245,7 +246,9 @@ class PairPlace:
 
 
 def _remove_tree(root: Path) -> None:
-    """Removes a tree in which an agent may have taken permissions away."""
-    for directory, _, _ in os.walk(root):
-        os.chmod(directory, 0o700)
+    """Removes a tree in which an agent may have taken permissions away. Links are not followed."""
+    for directory, children, _ in os.walk(root):
+        for child in (Path(directory, name) for name in children):
+            if not child.is_symlink():
+                child.chmod(0o700)
     shutil.rmtree(root)

@@ -8,14 +8,14 @@ from verl_opsd.cooperbench.environment import SandboxEnvironment
 from verl_opsd.errors import InfraFault
 
 _TOOLCHAIN = r"""
-python -c 'import sys' && echo ok:python
+[ "$(command -v python)" = "$TOOLCHAIN/python" ] && python -c 'import sys' && echo ok:python
 git merge-tree --write-tree HEAD HEAD >/dev/null && echo ok:git
 command -v gh >/dev/null && echo ok:gh
 timeout 5 cat && echo ok:stdin
 printf 'ok:bytes\xb3\xff\n'
 """
 _TOOLCHAIN_NEEDS = {
-    "python": ("ok:python", "python starts"),
+    "python": ("ok:python", "python is the task's own (python_prefix) and starts"),
     "git": ("ok:git", "git is at least 2.38 (gh pr create checks for conflicts with merge-tree --write-tree)"),
     "gh": ("ok:gh", "the harness' gh is on PATH"),
     "stdin": ("ok:stdin", "standard input ends at once: a command that reads it must not hang"),
@@ -29,7 +29,7 @@ def check_toolchain(env: SandboxEnvironment) -> None:
     Raises:
         InfraFault: kind ``preflight:<python|git|gh|stdin|bytes>``.
     """
-    output = env.execute({"command": _TOOLCHAIN})["output"]
+    output = env.execute({"command": f"TOOLCHAIN={shlex.quote(env.toolchain)}\n{_TOOLCHAIN}"})["output"]
     lines = output.splitlines()
     for name, (line, need) in _TOOLCHAIN_NEEDS.items():
         if line not in lines:
@@ -45,7 +45,7 @@ def check_git(env: SandboxEnvironment, agent_id: str, *, url: str, base_sha: str
     """Asserts what the harness' git setup should have done.
 
     Raises:
-        InfraFault: kind ``git_setup:<origin|head|commits|gh|branch|main>``.
+        InfraFault: kind ``git_setup:<origin|head|commits|gh|branch|main|tracking>``.
     """
     facts = {
         "origin": ("git remote get-url origin", url),

@@ -7,7 +7,6 @@ clone: what the agent did to its clone, its git configuration or its sandbox cha
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,6 @@ class PairRemote:
     ):
         self._inside, self._repositories = f"/git/{run_id}", repositories
         self._host = root / "git"
-        self._lock = threading.Lock()
         names = sorted(set(repositories.values()))
         workspace = root / "reader"
         for name in names:
@@ -89,7 +87,9 @@ class PairRemote:
                 f"&& git -C {path} config gc.auto 0 && git -C {path} config receive.autogc false",
             )
         for agent in repositories:
-            self._run(f"/workspace/{agent}", f"git remote remove origin 2>/dev/null; git remote add origin {self.url(agent)}")
+            self._run(
+                f"/workspace/{agent}", f"git remote remove origin 2>/dev/null; git remote add origin {self.url(agent)}"
+            )
 
     def url(self, agent_id: str) -> str:
         """Remote URL for an agent, a path inside its sandbox."""
@@ -116,11 +116,9 @@ class PairRemote:
             InfraFault: kind ``patch_unreadable``; never an empty patch for a failure.
         """
         where = f"/workspace/{connector.agent_id}"
-        reader = _Reader(self.sandbox, where)
-        with self._lock:
-            # The harness ignores a fetch that fails, and would grade what was fetched before.
-            self._run(where, "git fetch -q --prune --tags --force origin && git fetch -q --prune origin")
-            return normalize_patch(connector.submitted_patch(reader))
+        # The harness ignores a fetch that fails, and would grade what was fetched before.
+        self._run(where, "git fetch -q --prune --tags --force origin && git fetch -q --prune origin")
+        return normalize_patch(connector.submitted_patch(_Reader(self.sandbox, where)))
 
     def published(self, connector: GitConnector) -> bool:
         """Whether peers find on the remote what will be graded.

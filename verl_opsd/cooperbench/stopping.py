@@ -24,9 +24,7 @@ HEARTBEAT_S = 60.0
 TRIPWIRES: dict[str, re.Pattern[str]] = {
     "gh_missing": re.compile(r"^[^\s:]*: (?:line )?\d+: gh: (?:command )?not found$", re.MULTILINE),
     "remote_is_upstream": re.compile(r"^fatal: could not read Username for ", re.MULTILINE),
-    "send_message_missing": re.compile(
-        r"^[^\s:]*: (?:line )?\d+: send_message: (?:command )?not found$", re.MULTILINE
-    ),
+    "send_message_missing": re.compile(r"^[^\s:]*: (?:line )?\d+: send_message: (?:command )?not found$", re.MULTILINE),
 }
 
 
