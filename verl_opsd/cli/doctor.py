@@ -81,7 +81,7 @@ def harness() -> Iterator[Finding]:
 
     try:
         found = harness_identity()
-        yield "cooperbench", True, f"{found['version']} at {found['file']}, tree {found['tree_sha256'][:12]}"
+        yield "cooperbench", True, f"{found['version']} at {found['file']}, tree {found['tree_hash'][:12]}"
     except OpsdError as e:
         yield "cooperbench", False, str(e)
 

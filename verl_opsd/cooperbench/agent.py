@@ -8,8 +8,8 @@ from typing import Any
 from cooperbench.agents.mini_swe_agent_v2.agents.default import DefaultAgent
 from cooperbench.agents.mini_swe_agent_v2.exceptions import InterruptAgentFlow
 
-from verl_opsd.cooperbench.stopping import RunGuard, WallLimitReached
 from verl_opsd.cooperbench.sends import Sends, account
+from verl_opsd.cooperbench.stopping import RunGuard, WallLimitReached
 from verl_opsd.errors import InfraFault
 from verl_opsd.tokens.gateway import ContextOverflow
 

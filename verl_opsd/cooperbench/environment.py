@@ -7,8 +7,8 @@ from typing import Any
 
 from cooperbench.agents.mini_swe_agent_v2.environments.docker import DockerEnvironment
 
-from verl_opsd.cooperbench.stopping import tripwires_in
 from verl_opsd.cooperbench.sandbox.base import CommandResult, Sandbox
+from verl_opsd.cooperbench.stopping import tripwires_in
 
 REPO = "/workspace/repo"
 

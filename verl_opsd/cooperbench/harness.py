@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_opsd.contract import EvalContract
-from verl_opsd.cooperbench.stopping import StopSignal, located
 from verl_opsd.cooperbench.identity import identity_string
+from verl_opsd.cooperbench.stopping import StopSignal, located
 from verl_opsd.cooperbench.types import PairRun, PairTask, PreparedTask
 from verl_opsd.errors import OpsdError
 

@@ -66,7 +66,7 @@ def load_harness() -> Path:
     with _quiet_import(package):
         import cooperbench
         import cooperbench.agents.mini_swe_agent_v2.agents.default
-        import cooperbench.agents.mini_swe_agent_v2.models.litellm_model  # noqa: F401
+        import cooperbench.agents.mini_swe_agent_v2.models.litellm_model
     failed = [name for name, check in _capabilities().items() if not check()]
     if failed:
         raise OpsdError(

@@ -85,7 +85,7 @@ def telemetry(folder: Path) -> dict[str, Any]:
 def build_report(run: RunDir, opsd: OpsdConfig) -> dict[str, Any]:
     """The report as plain values; see the module's docstring."""
     contract = run.contract()
-    episodes = list(EpisodeStore(run.episodes, contract).episodes()) if run.episodes.is_dir() else []
+    episodes = list(EpisodeStore(run.episodes).episodes()) if run.episodes.is_dir() else []
     stages = run.stages()
     seconds: Counter[str] = Counter()
     for s in stages:
@@ -148,7 +148,9 @@ def print_table(path: Path) -> None:
         s = r[split]
         if not s["episodes"]["ran"]:
             continue
-        table.add_row(f"{split} episodes", f"{s['episodes']['scored']} scored of {s['episodes']['ran']}  {s['episodes']['outcomes']}")
+        table.add_row(
+            f"{split} episodes", f"{s['episodes']['scored']} scored of {s['episodes']['ran']}  {s['episodes']['outcomes']}"
+        )
         table.add_row(f"{split} merges", str(s["merges"]))
         table.add_row(f"{split} features passed", shown(s["features"]))
         table.add_row(f"{split} pairs passed", shown(s["pairs"]))

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
@@ -99,7 +98,7 @@ class Runtime:
             opsd=opsd,
             run=run,
             contract=contract,
-            store=EpisodeStore(run.episodes, contract),
+            store=EpisodeStore(run.episodes),
             slots=asyncio.Semaphore(pairs),
             agents=ThreadPoolExecutor(2 * pairs, thread_name_prefix="opsd-agent"),
             grading=ThreadPoolExecutor(pairs, thread_name_prefix="opsd-grading"),
@@ -136,8 +135,8 @@ def training_row(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokeniz
         max_len=opsd.brief.max_view_tokens,
     )
     n = len(view.position)
-    anchor = np.ones(n, np.float32) if opsd.loss.anchor > 0 else np.zeros(n, np.float32)
-    return build_row(trajectory, view, np.ones(n, np.float32), anchor)
+    anchor = torch.ones(n) if opsd.loss.anchor > 0 else torch.zeros(n)
+    return build_row(trajectory, view, torch.ones(n), anchor)
 
 
 @register("opsd_pair")
@@ -148,7 +147,9 @@ class OpsdPairLoop(AgentLoopBase):
         rt = runtime(self.config)
         info = kwargs["extra_info"]
         fields = dict(info["pair"])
-        pair = PairTask(**{**fields, "dataset_dir": Path(fields["dataset_dir"]), "features": tuple(map(int, fields["features"]))})
+        pair = PairTask(
+            **{**fields, "dataset_dir": Path(fields["dataset_dir"]), "features": tuple(map(int, fields["features"]))}
+        )
         episode_id = f"{pair.split}-{int(kwargs['global_steps']):05d}-{int(info['index']):05d}-{int(kwargs['session_id'])}"
         async with rt.slots:
             episode = await self._episode(rt, pair, episode_id)

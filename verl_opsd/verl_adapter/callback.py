@@ -71,4 +71,7 @@ class OpsdCallback(Callback):
             self._reaper.stdin.close()
             self._reaper = None
         if not report.is_file():
-            print(f"verl-opsd: no report was written; evidence so far: {Path(report).with_name('evidence.jsonl')}", file=sys.stderr)
+            print(
+                f"verl-opsd: no report was written; evidence so far: {Path(report).with_name('evidence.jsonl')}",
+                file=sys.stderr,
+            )

@@ -37,9 +37,7 @@ _PROBE_MESSAGES: list[dict[str, Any]] = [
     {
         "role": "assistant",
         "content": "<think>\nI list the files.\n</think>\n\nListing.",
-        "tool_calls": [
-            {"id": "c0", "type": "function", "function": {"name": "bash", "arguments": {"command": "ls -l"}}}
-        ],
+        "tool_calls": [{"id": "c0", "type": "function", "function": {"name": "bash", "arguments": {"command": "ls -l"}}}],
     },
     {"role": "tool", "tool_call_id": "c0", "content": "setup.py\ntests"},
     {"role": "user", "content": "[Message from agent2]: hello"},
@@ -84,9 +82,7 @@ class VerlTokenBuilder:
         """Ids of a whole prompt, generation prompt included."""
         return list(self._builder.build_initial_tokens(messages, tools=_list(tools)))
 
-    def extend(
-        self, previous: list[dict[str, Any]], updated: list[dict[str, Any]], ids: list[int], tools: Tools
-    ) -> list[int]:
+    def extend(self, previous: list[dict[str, Any]], updated: list[dict[str, Any]], ids: list[int], tools: Tools) -> list[int]:
         """Ids to append after a reply: its turn end where it was cut off, the line break, then the new messages."""
         cut_off = [] if ids[-1] == self._im_end else [self._im_end]
         merged = self._builder.merge_context_tokens(previous, updated, [self._im_end], tools=_list(tools))

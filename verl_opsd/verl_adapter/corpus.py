@@ -22,8 +22,7 @@ from verl_opsd.tokens.store import EpisodeStore
 @functools.lru_cache(maxsize=2)
 def _read(path: str) -> tuple[Episode, ...]:
     run = RunDir(Path(path))
-    store = EpisodeStore(run.episodes, run.contract())
-    return tuple(e for e in store.episodes() if e.split == "train" and e.scored and e.turns)
+    return tuple(e for e in EpisodeStore(run.episodes).episodes() if e.split == "train" and e.scored and e.turns)
 
 
 def episodes(opsd: OpsdConfig) -> tuple[Episode, ...]:
@@ -57,7 +56,9 @@ def check_corpus(opsd: OpsdConfig, contract: EvalContract) -> None:
             "give the directory of a finished `+recipe=opd` run",
         )
     theirs = run.contract()
-    dataclasses.replace(contract, dataset_hash="").require_same(dataclasses.replace(theirs, dataset_hash=""), f"corpus {run.path}")
+    dataclasses.replace(contract, dataset_hash="").require_same(
+        dataclasses.replace(theirs, dataset_hash=""), f"corpus {run.path}"
+    )
     if not episodes(opsd):
         raise OpsdError(f"corpus={opsd.corpus} has no scored training episode", "there is nothing to train on", "collect again")
     for e in episodes(opsd):
@@ -70,7 +71,7 @@ def pair_of(opsd: OpsdConfig, episode: Episode) -> PairTask:
     Raises:
         OpsdError: its task texts are not in the configured dataset, so that its brief can't be made.
     """
-    from verl_opsd.cooperbench.dataset import dataset_path
+    from verl_opsd.verl_adapter.launch import dataset_path
 
     pair = PairTask(
         dataset_path(opsd.tasks.dataset), episode.repo, episode.task_id, episode.features, episode.split, episode.near_benchmark

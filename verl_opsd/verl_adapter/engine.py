@@ -312,10 +312,7 @@ class OpsdEngine(FSDPEngineWithLMHead):
             together = self.hidden(ids, every)
             alone = [self.hidden([x], [p])[0] for x, p in zip(ids, every, strict=True)]
         worst = torch.stack(
-            [
-                ((a - b).float().norm(dim=-1) / b.float().norm(dim=-1)).max()
-                for a, b in zip(together, alone, strict=True)
-            ]
+            [((a - b).float().norm(dim=-1) / b.float().norm(dim=-1)).max() for a, b in zip(together, alone, strict=True)]
         ).max()
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         self.layout_error = float(worst)
@@ -340,9 +337,7 @@ class OpsdEngine(FSDPEngineWithLMHead):
             return cfg.infer_max_token_len_per_gpu or cfg.max_token_len_per_gpu, math.inf
         return math.inf, cfg.infer_micro_batch_size_per_gpu or cfg.micro_batch_size_per_gpu
 
-    def score(
-        self, data: TensorDict, loss: OpsdLoss, source: Literal["view", "own"] = "view", shift: int = 0
-    ) -> list[Tensor]:
+    def score(self, data: TensorDict, loss: OpsdLoss, source: Literal["view", "own"] = "view", shift: int = 0) -> list[Tensor]:
         """Hidden states of the reference weights at every row's loss positions.
 
         Every rank makes the same number of forwards, however many passes its rows have.

@@ -137,7 +137,9 @@ def _sampled_gap(server: Any, sequences: list[list[int]], positions: list[list[i
     gaps = []
     for ids, places, mine in zip(sequences, positions, ours, strict=True):
         params = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0}
-        out = ray.get(server.generate.remote(prompt_ids=ids, sampling_params=params, request_id=f"guard-{len(gaps)}"), timeout=600)
+        out = ray.get(
+            server.generate.remote(prompt_ids=ids, sampling_params=params, request_id=f"guard-{len(gaps)}"), timeout=600
+        )
         theirs = np.asarray(out.extra_fields["prompt_logprobs"], np.float64)[:, 0]
         gaps.extend(float(mine[k, ids[p + 1]] - theirs[p]) for k, p in enumerate(places))
     return float(np.mean(np.square(gaps)) / 2)
@@ -149,9 +151,7 @@ def _probes(trainer: Any, batch: KVBatchMeta | None) -> tuple[list[list[int]], l
         size = len(trainer.tokenizer)
         ids = [(7919 * i + 13) % size for i in range(64)]
         return [ids], [list(range(0, 63, 4))]
-    data = tq.kv_batch_get(
-        keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids", "opsd_position"]
-    )
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids", "opsd_position"])
     sequences, positions = [], []
     for ids, position in zip(data["input_ids"].unbind(), data["opsd_position"].unbind(), strict=True):
         usable = position[position < PROBE_TOKENS - 1][:PROBE_POSITIONS].tolist()

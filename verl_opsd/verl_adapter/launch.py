@@ -164,24 +164,48 @@ def check_teacher(opsd: OpsdConfig, student_path: str) -> None:
         )
 
 
+def dataset_path(name: str) -> Path:
+    """The folder behind ``opsd.tasks.dataset``."""
+    from verl_opsd.cooperbench.dataset import POCKET_DIR
+
+    return POCKET_DIR if name == "pocket" else Path(name).expanduser().resolve()
+
+
 def load_pairs(opsd: OpsdConfig) -> tuple[list[PairTask], list[PairTask]]:
     """Training and evaluation pairs: known, disjoint, prepared and qualified.
 
     Raises:
         OpsdError: an unknown subset, an overlap, or a pair that is not qualified.
     """
-    from verl_opsd.cooperbench.dataset import assert_disjoint, dataset_path, load_subset
-    from verl_opsd.cooperbench.prepare import prepare_pocket
+    from verl_opsd.cooperbench.dataset import assert_disjoint, load_subset
     from verl_opsd.cooperbench.qualification import require_qualified
 
     root = dataset_path(opsd.tasks.dataset)
-    train, evaluation = load_subset(opsd.tasks.train, root, "train"), load_subset(opsd.tasks.eval, root, "eval")
+    train, evaluation = load_subset(opsd.tasks.train, root, split="train"), load_subset(opsd.tasks.eval, root, split="eval")
     assert_disjoint(train, evaluation, level=opsd.tasks.disjoint)
     train, evaluation = train[: opsd.tasks.max_train], evaluation[: opsd.tasks.max_eval]
     if opsd.tasks.prepare:
-        prepare_pocket(train + evaluation, cache_dir(), backend=opsd.sandbox.backend, allow_unsafe=opsd.sandbox.allow_unsafe)
-    checked = require_qualified(train + evaluation, cache_dir())
-    return checked[: len(train)], checked[len(train) :]
+        prepare_missing(opsd, train + evaluation)
+    require_qualified(train + evaluation, cache_dir())
+    return train, evaluation
+
+
+def prepare_missing(opsd: OpsdConfig, pairs: list[PairTask]) -> None:
+    """Prepares and qualifies the tasks of ``pairs`` that are not; seconds a pocket task, nothing the second time."""
+    from verl_opsd.cooperbench.feature_table import load_table
+    from verl_opsd.cooperbench.prepare import prepare
+    from verl_opsd.cooperbench.qualification import qualify
+
+    wanted: dict[Path, set[int]] = {}
+    for p in pairs:
+        wanted.setdefault(p.task_dir, set()).update(p.features)
+    for task_dir, features in sorted(wanted.items()):
+        prepared = prepare(task_dir, None, cache_dir())
+        table = load_table(prepared)
+        missing = sorted(features - set(table.rows if table else ()))
+        if missing:
+            print(f"verl-opsd: qualifying {task_dir.parent.name}/{task_dir.name} features {missing}", flush=True)
+            qualify(task_dir, prepared, missing, backend=opsd.sandbox.backend, allow_unsafe=opsd.sandbox.allow_unsafe)
 
 
 def freeze_contract(opsd: OpsdConfig, pairs: list[PairTask], model_path: str) -> EvalContract:
@@ -272,5 +296,7 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     write_data(run, evaluation, "val")
     write_json(run.path / "contract.json", contract.as_dict())
     write_json(run.path / "meta.json", meta(config, opsd))
-    print(f"verl-opsd: contract {contract.hash[:12]}, {len(train)} training pairs, {len(evaluation)} evaluation pairs", flush=True)
+    print(
+        f"verl-opsd: contract {contract.hash[:12]}, {len(train)} training pairs, {len(evaluation)} evaluation pairs", flush=True
+    )
     return opsd

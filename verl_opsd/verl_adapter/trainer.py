@@ -29,11 +29,24 @@ from verl_opsd.evaluation.report import write_report
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.rows import FIELDS, padding_fields
 from verl_opsd.verl_adapter import corpus, guards
-from verl_opsd.verl_adapter.worker import OpsdLoss, OpsdWorker
+from verl_opsd.verl_adapter.engine import OpsdLoss
 from verl_opsd.verl_adapter.reduce import with_coefficients
+from verl_opsd.verl_adapter.worker import OpsdWorker
 
 #: Per-position values that the engine reports; saved as telemetry, never averaged by verl.
 TELEMETRY = "opsd/"
+
+
+def loss_of(opsd: OpsdConfig, lora: bool) -> OpsdLoss:
+    """The engine's loss for a configuration; the reference is the adapter switched off, or the initial weights without one."""
+    from verl_opsd.distill.loss import LossSpec
+
+    return OpsdLoss(
+        spec=LossSpec(),
+        chunk=opsd.loss.chunk,
+        reference="adapter_off" if lora else "initial",
+        anchor=opsd.loss.anchor > 0,
+    )
 
 
 def nested(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -67,7 +80,7 @@ class OpsdTrainer(PPOTrainerSync):
 
     def on_init_end(self) -> None:
         """Sets the loss, runs the start-up checks, publishes and checks what was published."""
-        self.actor_rollout_wg.set_loss_fn(OpsdLoss.from_config(self.opsd))
+        self.actor_rollout_wg.set_loss_fn(loss_of(self.opsd, lora=self.ref_in_actor))
         guards.startup_checks(self)
         super().on_init_end()
         guards.after_publish(self, batch=None)
@@ -124,8 +137,11 @@ class OpsdTrainer(PPOTrainerSync):
             work = calculate_workload(torch.tensor([batch.tags[i]["seq_len"] for i in group], dtype=torch.int64))
             for rank, part in enumerate(get_seqlen_balanced_partitions(work, k_partitions=dp, equal_size=True)):
                 order[rank].extend(group[j] for j in part)
-        batch.reorder(sum(order, []))
+        flat_order = sum(order, [])
+        member = {i: g for g, group in enumerate(groups) for i in group}
+        self._group_of = [member[i] for i in flat_order]
         self._groups = len(groups)
+        batch.reorder(flat_order)
         metrics["opsd/rows"], metrics["opsd/padding_rows"] = real, len(batch) - real
         return batch
 
@@ -141,7 +157,7 @@ class OpsdTrainer(PPOTrainerSync):
         for i, tag in enumerate(batch.tags):
             ids = columns["input_ids"][i]
             rows.append(padding_fields(ids) if tag.get("is_padding", False) else {k: columns[k][i] for k in FIELDS})
-        rows = with_coefficients(rows, batch.keys, self._groups, self.opsd.loss.reduction)
+        rows = with_coefficients(rows, batch.keys, self._group_of, self.opsd.loss)
         fields = {k: nested([r[k] for r in rows]) for k in FIELDS}
         zeros = nested([torch.zeros(m.numel()) for m in columns["response_mask"]])
         fields["advantages"], fields["returns"] = zeros, zeros.clone()
@@ -186,14 +202,22 @@ class OpsdTrainer(PPOTrainerSync):
         metrics.update(reduce_metrics(output))
         metrics.update(self._means)
         self._finish_stage(
-            "train", loss=metrics["actor/loss"], loss_tokens=self._loss_tokens, sequence_tokens=self._sequence_tokens, **self._means
+            "train",
+            loss=metrics["actor/loss"],
+            loss_tokens=self._loss_tokens,
+            sequence_tokens=self._sequence_tokens,
+            **self._means,
         )
         self._last_batch = batch
         return batch
 
     def _save_telemetry(self, output: dict[str, Any]) -> None:
         """Per-position values of every optimizer step of this round, taken out of verl's metrics."""
-        values = {k.removeprefix(TELEMETRY): np.asarray(flat(output.pop(k)), np.float32) for k in list(output) if k.startswith(TELEMETRY)}
+        values = {
+            k.removeprefix(TELEMETRY): np.asarray(flat(output.pop(k)), np.float32)
+            for k in list(output)
+            if k.startswith(TELEMETRY)
+        }
         path = self.run_dir.path / "telemetry" / f"{self.global_steps:05d}.npz"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}")

@@ -645,6 +645,7 @@ def case_worker() -> dict:
 def case_remote() -> dict:
     """`OpsdWorker` from verl's own composed configuration, with the methods that the trainer calls."""
     from hydra import compose, initialize_config_module
+
     from verl_opsd.verl_adapter.worker import OpsdWorker
 
     with initialize_config_module("verl.trainer.config", version_base=None):

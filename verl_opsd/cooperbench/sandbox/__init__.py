@@ -21,6 +21,7 @@ __all__ = [
     "Sandbox",
     "SandboxSpec",
     "make_sandbox",
+    "require_sandbox",
     "sandbox_report",
 ]
 
@@ -48,6 +49,16 @@ def make_sandbox(backend: str, spec: SandboxSpec, *, allow_unsafe: bool = False)
         "known backends: " + ", ".join(BACKENDS),
         "use one of them",
     )
+
+
+def require_sandbox(backend: str, *, allow_unsafe: bool = False) -> None:
+    """Refuses a host that can't give this sandbox, by making one and closing it; milliseconds.
+
+    Raises:
+        OpsdError: as :func:`make_sandbox`.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        make_sandbox(backend, SandboxSpec("probe", Path(directory)), allow_unsafe=allow_unsafe).close()
 
 
 def sandbox_report() -> list[tuple[str, bool, str]]:
