@@ -79,7 +79,6 @@ class GatesConfig:
     identity_max: float = 1e-6
     shifted_min: float = 1e-3
     publish_kl_max: float = 1e-6
-    packed_max: float = 1e-4
 
 
 @dataclass(frozen=True)
