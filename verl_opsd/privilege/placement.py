@@ -1,0 +1,264 @@
+"""Where a brief goes: a pure function from a trajectory's ids and a brief's ids to the teacher's ids and an index map.
+
+    system      in the first system message, right before the token that closes it; one pass over the branch
+    last_user   right before the token that closes the last user turn before each reply; one pass for each such turn,
+                which ends with the last reply that the turn conditions
+
+The student's tokens are the same ids in the same order in every view, and a brief never stands inside an assistant
+block: behind the generation header it would be text of the reply, inside <think> the teacher's own reasoning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_opsd.errors import OpsdError
+from verl_opsd.privilege.view import Placement, TeacherView
+from verl_opsd.tokens.branches import loss_positions
+from verl_opsd.tokens.records import Ids
+
+#: What counts as a user turn where a template wraps tool results into user blocks: every user ``block``, or only a
+#: ``message``, i.e. a user block that does not begin with <tool_response>.
+UserTurn = Literal["block", "message"]
+
+
+@dataclass(frozen=True)
+class ChatMarkers:
+    """Ids that delimit ChatML blocks ``<|im_start|>role\\n ... <|im_end|>``.
+
+    Attributes:
+        im_start, im_end: the two control tokens.
+        system, user, assistant: ids of the role names, without the line break.
+        tool_response: ids that follow the user role's name where tool results are wrapped: line break, <tool_response>.
+    """
+
+    im_start: int
+    im_end: int
+    system: tuple[int, ...]
+    user: tuple[int, ...]
+    assistant: tuple[int, ...]
+    tool_response: tuple[int, ...]
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Any) -> ChatMarkers:
+        """Reads the markers off a Hugging Face tokenizer.
+
+        Raises:
+            OpsdError: the tokenizer is not of the ChatML family: the control tokens are missing or not one token each.
+        """
+
+        def encode(text: str) -> list[int]:
+            return list(tokenizer.encode(text, add_special_tokens=False))
+
+        start, end, line = encode("<|im_start|>"), encode("<|im_end|>"), encode("\n")
+        if len(start) != 1 or len(end) != 1:
+            raise OpsdError(
+                f"a tokenizer that encodes <|im_start|> as {start} and <|im_end|> as {end}",
+                "briefs are placed by ChatML's control tokens, one id each",
+                "use a tokenizer of the ChatML family (Qwen, SmolLM2), or add the two tokens and train with them",
+            )
+
+        def role(name: str) -> tuple[int, ...]:
+            ids = encode(f"<|im_start|>{name}\n")
+            if ids[:1] != start or ids[-len(line) :] != line:
+                raise OpsdError(
+                    f"a tokenizer that encodes '<|im_start|>{name}\\n' as {ids}",
+                    "a block's header is the control token, the role's name and a line break",
+                    "use a tokenizer of the ChatML family (Qwen, SmolLM2)",
+                )
+            return tuple(ids[1 : -len(line)])
+
+        # Without a token of its own, the tag's end may merge with what follows: the ids common to all continuations.
+        variants = [encode(f"<|im_start|>user\n<tool_response>{after}") for after in ("\nA", "\n{", "\n\n", "\n ", "A")]
+        common = 0
+        while all(len(v) > common and v[common] == variants[0][common] for v in variants):
+            common += 1
+        user = role("user")
+        return cls(
+            start[0], end[0], role("system"), user, role("assistant"), tuple(variants[0][1 + len(user) : common])
+        )
+
+
+@dataclass(frozen=True)
+class Block:
+    """One ChatML block: ``ids[start]`` is its <|im_start|>, ``ids[close]`` its <|im_end|> (len(ids) while it is open),
+    ``body`` the first position after the role's name."""
+
+    role: str
+    start: int
+    body: int
+    close: int
+
+
+def chat_blocks(ids: Ids, markers: ChatMarkers) -> list[Block]:
+    """The blocks of a token sequence, in order. A <|im_start|> inside an open block is part of its text."""
+    names = {"system": markers.system, "user": markers.user, "assistant": markers.assistant}
+    ends = np.flatnonzero(ids == markers.im_end)
+    blocks: list[Block] = []
+    after = 0
+    for start in np.flatnonzero(ids == markers.im_start).tolist():
+        if start < after:
+            continue
+        k = int(np.searchsorted(ends, start))
+        close = int(ends[k]) if k < len(ends) else len(ids)
+        role, body = "other", start + 1
+        for name, name_ids in names.items():
+            if tuple(ids[start + 1 : start + 1 + len(name_ids)].tolist()) == name_ids:
+                role, body = name, start + 1 + len(name_ids)
+        blocks.append(Block(role, start, body, close))
+        after = close + 1
+    return blocks
+
+
+def splice(ids: Ids, at: int, brief_ids: Ids, blocks: Sequence[Block]) -> Ids:
+    """``ids`` with the brief before ``ids[at]``.
+
+    Raises:
+        OpsdError: ``at`` lies inside an assistant block, i.e. after its <|im_start|> and not after its <|im_end|>.
+    """
+    for block in blocks:
+        if block.role == "assistant" and block.start < at <= block.close:
+            raise OpsdError(
+                f"a brief at position {at}, inside the assistant block {block.start}..{block.close}",
+                "a brief stands outside every assistant block: not after the generation header, not inside <think>",
+                "place it before the token that closes a system or user message",
+            )
+    return np.concatenate([ids[:at], brief_ids, ids[at:]]).astype(np.int32)
+
+
+def teacher_view(
+    input_ids: Ids,
+    loss_mask: NDArray[np.int8],
+    brief_ids: Sequence[int],
+    placement: Placement,
+    markers: ChatMarkers,
+    *,
+    user_turn: UserTurn = "block",
+    max_len: int | None = None,
+) -> TeacherView:
+    """The teacher's view of one trajectory.
+
+    Args:
+        input_ids: int32[T]. loss_mask: int8[T], 1 on tokens to be scored; N of them at t >= 1.
+        brief_ids: ids of the brief, without control tokens. Empty: one pass, the trajectory itself (identity teacher).
+        user_turn: what counts as a user turn for ``last_user``.
+        max_len: tokens that a pass may have.
+
+    Returns:
+        the view; ``position`` has N entries in the trajectory's order.
+
+    Raises:
+        OpsdError: unknown placement or user_turn, mask of another length or on the first token, control tokens in the
+            brief, a scored token outside an assistant block, no system message or user turn to hold the brief, or a
+            pass longer than max_len (nothing is truncated).
+    """
+    ids, brief = np.asarray(input_ids, np.int32), np.asarray(brief_ids, np.int32).reshape(-1)
+    if placement not in ("system", "last_user") or user_turn not in ("block", "message"):
+        _refuse(f"placement={placement!r}, user_turn={user_turn!r}", "use system or last_user; block or message")
+    if len(loss_mask) != len(ids) or (len(ids) and loss_mask[0]):
+        _refuse(
+            f"{len(ids)} ids with a mask of {len(loss_mask)}, first entry {loss_mask[:1].tolist()}",
+            "give the mask of the same trajectory; its first token has no predicting position",
+        )
+    if np.isin(brief, (markers.im_start, markers.im_end)).any():
+        _refuse("a brief that holds <|im_start|> or <|im_end|>", "encode the brief with split_special_tokens=True")
+    position = loss_positions(np.asarray(loss_mask))
+    if not len(brief):
+        return _view(ids, position, [ids], [0], [position], brief, placement, max_len)
+
+    blocks = chat_blocks(ids, markers)
+    reply = _reply_blocks(blocks, position)
+    if placement == "system":
+        if not blocks or blocks[0].role != "system" or blocks[0].start != 0:
+            _refuse(
+                "a trajectory that does not start with a system message",
+                "give every conversation a system message, or use placement last_user",
+            )
+        passes = [(blocks[0].close, len(ids), position)]
+    else:
+        turns = [
+            b for b in blocks if b.role == "user" and (user_turn == "block" or not _holds_tool_result(ids, b, markers))
+        ]
+        starts = np.array([b.start for b in turns], np.int64)
+        # For each scored token the index of the last user turn before its reply.
+        holder = np.searchsorted(starts, np.array([blocks[i].start for i in reply], np.int64)) - 1
+        if len(holder) and holder.min() < 0:
+            _refuse(
+                f"a scored reply at position {int(position[np.argmin(holder)])} with no user turn before it",
+                "use placement system, or user_turn=block",
+            )
+        passes = []
+        for h in np.unique(holder).tolist():
+            last = blocks[reply[int(np.flatnonzero(holder == h)[-1])]]
+            passes.append((turns[h].close, min(last.close + 1, len(ids)), position[holder == h]))
+    return _view(
+        ids,
+        position,
+        [splice(ids[:end], at, brief, blocks) for at, end, _ in passes],
+        [at for at, _, _ in passes],
+        [scored for _, _, scored in passes],
+        brief,
+        placement,
+        max_len,
+    )
+
+
+def _reply_blocks(blocks: list[Block], position: NDArray[np.int64]) -> list[int]:
+    """For each scored token the index of the assistant block that holds it."""
+    starts = np.array([b.start for b in blocks], np.int64)
+    found = (np.searchsorted(starts, position + 1, side="right") - 1).tolist()
+    for i, p in zip(found, position.tolist(), strict=True):
+        if i < 0 or blocks[i].role != "assistant" or not blocks[i].body < p + 1 <= blocks[i].close:
+            _refuse(
+                f"a scored token at {p + 1} outside every assistant block",
+                "scored tokens are replies of the policy; check the mask and that the template is ChatML",
+            )
+    return found
+
+
+def _holds_tool_result(ids: Ids, block: Block, markers: ChatMarkers) -> bool:
+    head = ids[block.body : block.body + len(markers.tool_response)]
+    return tuple(head.tolist()) == markers.tool_response
+
+
+def _view(
+    ids: Ids,
+    position: NDArray[np.int64],
+    passes: list[Ids],
+    at: list[int],
+    scored: list[NDArray[np.int64]],
+    brief: Ids,
+    placement: Placement,
+    max_len: int | None,
+) -> TeacherView:
+    """Joins the passes, maps the positions and asserts that both are exact."""
+    offsets = np.concatenate([[0], np.cumsum([len(p) for p in passes])]).astype(np.int64)
+    mapped, spans = [np.zeros(0, np.int64)], []
+    for offset, a, positions, one in zip(offsets[:-1].tolist(), at, scored, passes, strict=True):
+        if max_len is not None and len(one) > max_len:
+            _refuse(
+                f"a teacher pass of {len(one)} tokens, {len(one) - max_len} more than max_len={max_len}",
+                "shorten the brief, raise the teacher's context, or leave the trajectory out explicitly",
+            )
+        # A predicting position right at the splice would score the token behind the brief; replies never start there.
+        mapped.append(offset + positions + len(brief) * (positions >= a))
+        spans.append((offset + a, offset + a + len(brief)))
+        assert np.array_equal(np.concatenate([one[:a], one[a + len(brief) :]]), ids[: len(one) - len(brief)])
+        assert np.array_equal(one[a : a + len(brief)], brief)
+    joined, where = np.concatenate([np.zeros(0, np.int32), *passes]).astype(np.int32), np.concatenate(mapped)
+    assert len(where) == len(position) and (np.diff(where) > 0).all()
+    assert np.array_equal(joined[where + 1], ids[position + 1])
+    return TeacherView(joined, np.diff(offsets), where, np.array(spans, np.int64).reshape(len(passes), 2), placement)
+
+
+def _refuse(what: str, way_out: str) -> None:
+    raise OpsdError(
+        what,
+        "a teacher view holds the student's tokens unchanged and a brief in a system or user message before them",
+        way_out,
+    )

@@ -1,0 +1,342 @@
+"""Parquet store of episodes: one folder an episode, three tables each, visible only when whole.
+
+    <dir>/store.json                   schema version and contract hash of everything in the store
+    <dir>/<episode>/turns.parquet      one row a turn
+    <dir>/<episode>/grades.parquet     one row a feature; none where there is no grade
+    <dir>/<episode>/episodes.parquet   one row
+
+An episode is written under a temporary name (first character a dot), flushed to disk and renamed, so a process killed
+at any point leaves the episode either whole or absent. Schema version and contract hash stand in the metadata of
+every file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import urllib.parse
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl_opsd.errors import OpsdError
+from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade, Sampling, TurnRecord
+
+#: Version of the files' schema; files of another version are refused.
+STORE_SCHEMA = 1
+
+_TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()
+TURNS = pa.schema(
+    [
+        ("episode_id", _TEXT),
+        ("agent_id", _TEXT),
+        ("turn", _INT),
+        ("branch", _INT),
+        ("start", _INT),
+        ("new_ids", pa.list_(pa.int32())),
+        ("response_ids", pa.list_(pa.int32())),
+        ("response_logprobs", pa.list_(pa.float32())),
+        ("stop_reason", _TEXT),
+        ("kind", _TEXT),
+        ("sampling", pa.struct([("temperature", _FLOAT), ("top_p", _FLOAT), ("top_k", _INT), ("max_tokens", _INT)])),
+        ("model_version", _INT),
+        ("contract_hash", _TEXT),
+        ("t_start", _FLOAT),
+        ("t_end", _FLOAT),
+        ("parent_branch", _INT),
+        ("fork_position", _INT),
+        ("fork_reason", _TEXT),
+        ("messages_ref", _TEXT),
+    ]
+)
+GRADES = pa.schema(
+    [
+        ("merge", _TEXT),
+        ("strategy", _TEXT),
+        ("apply_status", pa.map_(_TEXT, _TEXT)),
+        ("seconds", _FLOAT),
+        ("feature_id", _INT),
+        ("passed", pa.bool_()),
+        ("tests_passed", _INT),
+        ("tests_failed", _INT),
+        ("exit_code", _INT),
+        ("output", _TEXT),
+    ]
+)
+AGENT = pa.struct(
+    [
+        ("agent_id", _TEXT),
+        ("feature_id", _INT),
+        ("status", _TEXT),
+        ("steps", _INT),
+        ("patch", _TEXT),
+        ("sent_messages", _INT),
+        ("opened_pr", pa.bool_()),
+        ("error", _TEXT),
+    ]
+)
+EPISODES = pa.schema(
+    [
+        ("episode_id", _TEXT),
+        ("repo", _TEXT),
+        ("task_id", _INT),
+        ("features", pa.list_(_INT)),
+        ("split", _TEXT),
+        ("contract_hash", _TEXT),
+        ("outcome", _TEXT),
+        ("agents", pa.list_(AGENT)),
+        ("actor_brief_kind", _TEXT),
+        ("model_version", _INT),
+        ("near_benchmark", _TEXT),
+        ("t_start", _FLOAT),
+        ("t_end", _FLOAT),
+        ("messages", _TEXT),
+    ]
+)
+_ARRAYS = {"new_ids": np.int32, "response_ids": np.int32, "response_logprobs": np.float32}
+
+
+class EpisodeStore:
+    """Episodes of one contract in one directory. Several processes may write different episodes at once.
+
+    Raises:
+        OpsdError: the directory holds a store of another schema version.
+    """
+
+    def __init__(self, directory: Path | str):
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._header()
+
+    @property
+    def contract_hash(self) -> str | None:
+        """Contract of the episodes; None until the first one is written."""
+        header = self._header()
+        return header["contract_hash"] if header else None
+
+    def write(self, episode: Episode) -> None:
+        """Writes one episode, whole or not at all.
+
+        Raises:
+            OpsdError: the episode exists, belongs to another contract than the store or than one of its turns, or holds
+                text or messages that can't be stored exactly.
+        """
+        target = self._folder(episode.episode_id)
+        if target.exists():
+            self._refuse_overwrite(episode.episode_id)
+        self._check(episode)
+        tables = _tables(episode)
+        self._claim(episode.contract_hash)
+        metadata = {"opsd_schema": str(STORE_SCHEMA), "contract_hash": episode.contract_hash}
+        temporary = self.directory / f".{uuid.uuid4().hex}.tmp"
+        temporary.mkdir()
+        try:
+            for name, table in tables.items():
+                path = temporary / f"{name}.parquet"
+                pq.write_table(table.replace_schema_metadata(metadata), path, compression="zstd")
+                _flush(path)
+            _flush(temporary)
+            try:
+                temporary.rename(target)
+            except OSError:
+                if target.exists():
+                    self._refuse_overwrite(episode.episode_id)
+                raise
+            _flush(self.directory)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def read(self, episode_id: str) -> Episode:
+        """The episode exactly as it was written.
+
+        Raises:
+            OpsdError: there is no such episode, its files are of another schema version or contract, or they are
+            damaged.
+        """
+        folder = self._folder(episode_id)
+        if not folder.is_dir():
+            raise OpsdError(
+                f"episode {episode_id!r} in {self.directory}",
+                "only episodes that were written can be read",
+                "list EpisodeStore.ids() for what is there",
+            )
+        header = self._header()
+        turns, grades, episodes = (
+            self._table(folder / f"{name}.parquet", schema, header)
+            for name, schema in (("turns", TURNS), ("grades", GRADES), ("episodes", EPISODES))
+        )
+        return _episode(turns, grades, episodes)
+
+    def ids(self) -> list[str]:
+        """Ids of the episodes, sorted."""
+        names = (p.name for p in self.directory.iterdir() if p.is_dir() and not p.name.startswith("."))
+        return sorted(urllib.parse.unquote(name) for name in names)
+
+    def episodes(self) -> Iterator[Episode]:
+        """All episodes, read one by one in the order of :meth:`ids`."""
+        for episode_id in self.ids():
+            yield self.read(episode_id)
+
+    def _folder(self, episode_id: str) -> Path:
+        if not episode_id:
+            raise OpsdError("an empty episode id", "an episode's id names its folder", "give each episode its own id")
+        name = urllib.parse.quote(episode_id, safe="")
+        return self.directory / (f"%2E{name[1:]}" if name.startswith(".") else name)
+
+    def _header(self) -> dict[str, Any] | None:
+        path = self.directory / "store.json"
+        if not path.exists():
+            return None
+        header: dict[str, Any] = json.loads(path.read_text())
+        if header.get("schema") != STORE_SCHEMA:
+            raise OpsdError(
+                f"{self.directory} of schema version {header.get('schema')!r}",
+                f"this version reads and writes schema {STORE_SCHEMA}",
+                "collect into a new directory, or read the store with the version that wrote it",
+            )
+        return header
+
+    def _claim(self, contract_hash: str) -> None:
+        """Binds an empty store to a contract; the first of several writers wins, the others are checked against it."""
+        path = self.directory / "store.json"
+        if not path.exists():
+            temporary = self.directory / f".{uuid.uuid4().hex}.tmp"
+            temporary.write_text(json.dumps({"schema": STORE_SCHEMA, "contract_hash": contract_hash}))
+            _flush(temporary)
+            with contextlib.suppress(FileExistsError):  # another writer was first; its claim is checked below
+                os.link(temporary, path)
+            temporary.unlink()
+        if self.contract_hash != contract_hash:
+            raise OpsdError(
+                f"an episode of contract {contract_hash[:12]} for {self.directory}",
+                f"the store holds episodes of contract {str(self.contract_hash)[:12]}, and contracts are never mixed",
+                "write to another directory, or collect under the store's contract",
+            )
+
+    def _check(self, episode: Episode) -> None:
+        for turn in episode.turns:
+            if (turn.episode_id, turn.contract_hash) != (episode.episode_id, episode.contract_hash):
+                raise OpsdError(
+                    f"turn {turn.turn} of {turn.episode_id}/{turn.agent_id}, contract {turn.contract_hash[:12]}, in episode "
+                    f"{episode.episode_id}, contract {episode.contract_hash[:12]}",
+                    "an episode's turns carry its own id and contract",
+                    "build the episode from the records of its own sessions",
+                )
+
+    def _refuse_overwrite(self, episode_id: str) -> None:
+        raise OpsdError(
+            f"episode {episode_id!r} exists in {self.directory}",
+            "an episode is written once and never replaced",
+            "give the new episode its own id, or remove the folder by hand",
+        )
+
+    def _table(self, path: Path, schema: pa.Schema, header: dict[str, Any] | None) -> pa.Table:
+        try:
+            table = pq.read_table(path)
+        except (OSError, pa.ArrowException) as error:
+            raise OpsdError(
+                f"{path}: {error}",
+                "an episode's three files are whole",
+                "remove the folder and collect the episode again",
+            ) from error
+        metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
+        want = {"opsd_schema": str(STORE_SCHEMA), "contract_hash": header["contract_hash"] if header else None}
+        found = {k: metadata.get(k) for k in want}
+        if found != want or not table.schema.remove_metadata().equals(schema):
+            raise OpsdError(
+                f"{path} with {found} and columns {table.schema.names}",
+                f"the store's files have {want} and the columns {schema.names}",
+                "read it with the version that wrote it, and keep episodes of another store apart",
+            )
+        return table
+
+
+def _tables(episode: Episode) -> dict[str, pa.Table]:
+    messages = _exact_json(episode)
+    turns = [_shallow(t) | {"sampling": _shallow(t.sampling)} for t in episode.turns]
+    grade = episode.grade
+    grades = [
+        _shallow(f)
+        | {
+            "merge": grade.merge,
+            "strategy": grade.strategy,
+            "apply_status": list(grade.apply_status.items()),
+            "seconds": grade.seconds,
+        }
+        for f in (grade.features if grade else ())
+        if grade
+    ]
+    row = {name: getattr(episode, name) for name in EPISODES.names}
+    row |= {"agents": [_shallow(a) for a in episode.agents], "messages": messages, "features": list(episode.features)}
+    try:
+        return {
+            "turns": pa.Table.from_pylist(turns, TURNS),
+            "grades": pa.Table.from_pylist(grades, GRADES),
+            "episodes": pa.Table.from_pylist([row], EPISODES),
+        }
+    except (UnicodeEncodeError, pa.ArrowException) as error:
+        raise OpsdError(
+            f"episode {episode.episode_id!r}: {error}",
+            "fields have the types of the records and text is valid Unicode, so that it is read back exactly",
+            "decode bytes with errors='replace' before they become part of an episode",
+        ) from error
+
+
+def _exact_json(episode: Episode) -> str:
+    try:
+        text = json.dumps(episode.messages, allow_nan=False)
+        exact = json.loads(text) == episode.messages
+    except (TypeError, ValueError) as error:
+        text, exact = str(error), False
+    if not exact:
+        raise OpsdError(
+            f"messages of episode {episode.episode_id!r} that JSON does not give back ({text[:200]})",
+            "messages hold text, numbers, None, lists and dicts with text keys",
+            "convert tuples, bytes and objects before the episode is built",
+        )
+    return text
+
+
+def _episode(turns: pa.Table, grades: pa.Table, episodes: pa.Table) -> Episode:
+    plain = turns.drop_columns(list(_ARRAYS)).to_pylist()
+    arrays = {
+        name: [value.values.to_numpy(zero_copy_only=False).astype(kind, copy=False) for value in turns[name]]
+        for name, kind in _ARRAYS.items()
+    }
+    records = tuple(
+        TurnRecord(**row | {"sampling": Sampling(**row["sampling"])}, **{name: arrays[name][i] for name in arrays})
+        for i, row in enumerate(plain)
+    )
+    features = []
+    grade = None
+    for row in grades.to_pylist():
+        whole = {k: row.pop(k) for k in ("merge", "strategy", "apply_status", "seconds")}
+        features.append(FeatureGrade(**row))
+        if len(features) == 2:
+            whole["apply_status"] = dict(whole["apply_status"])
+            grade = Grade(features=(features[0], features[1]), **whole)
+    row = episodes.to_pylist()[0]
+    row["features"] = tuple(row["features"])
+    row["agents"] = tuple(AgentOutcome(**a) for a in row["agents"])
+    row["messages"] = json.loads(row["messages"])
+    return Episode(turns=records, grade=grade, **row)
+
+
+def _shallow(record: Any) -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,159 @@
+"""verl's continuous-token builder and tool parsers behind the gateway's protocols, for ChatML tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.tools.schemas import OpenAIFunctionToolSchema
+from verl.utils.tokenizer.continuous_token import QwenContinuousTokenBuilder
+from verl.utils.tokenizer.continuous_token_wiring import (
+    ContinuousTokenModelFamily,
+    create_continuous_token_builder,
+    get_continuous_token_builder_class,
+    infer_continuous_token_model_family,
+)
+
+from verl_opsd.errors import OpsdError
+from verl_opsd.tokens.gateway import ToolCall
+
+Tools = Sequence[Mapping[str, Any]] | None
+
+_PROBE_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "bash",
+            "description": "Execute a bash command",
+            "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+        },
+    }
+]
+# Reasoning in an early turn, a tool result, and a user message after it: what templates rewrite when more follows.
+_PROBE_MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "You are agent1."},
+    {"role": "user", "content": "Find the file."},
+    {
+        "role": "assistant",
+        "content": "<think>\nI list the files.\n</think>\n\nListing.",
+        "tool_calls": [
+            {"id": "c0", "type": "function", "function": {"name": "bash", "arguments": {"command": "ls -l"}}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c0", "content": "setup.py\ntests"},
+    {"role": "user", "content": "[Message from agent2]: hello"},
+]
+
+
+def _token(tokenizer: Any, text: str) -> int:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise OpsdError(
+            f"a tokenizer that encodes {text!r} as {ids}",
+            "conversations are ChatML: <|im_start|>, <|im_end|> and the line break are one token each",
+            "use a tokenizer of the ChatML family (Qwen, SmolLM2), or add the tokens and train with them",
+        )
+    return int(ids[0])
+
+
+class VerlTokenBuilder:
+    """:class:`verl_opsd.tokens.gateway.TokenBuilder` over verl's builder.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template, e.g. ``verl_opsd/models/chatml.jinja``.
+        model_type: ``config.json``'s. Where verl has no Qwen builder for it, its Qwen builder is used: it is the one that
+            knows the line break after <|im_end|>.
+
+    Raises:
+        OpsdError: the tokenizer is not ChatML, or its template is not append-only: rendered message by message a small
+            conversation gives other ids than rendered whole.
+    """
+
+    def __init__(self, tokenizer: Any, model_type: str):
+        self.tokenizer = tokenizer
+        self._im_start, self._im_end = _token(tokenizer, "<|im_start|>"), _token(tokenizer, "<|im_end|>")
+        self._line = _token(tokenizer, "\n")
+        family = infer_continuous_token_model_family(hf_model_type=model_type)
+        if not issubclass(get_continuous_token_builder_class(family), QwenContinuousTokenBuilder):
+            family = ContinuousTokenModelFamily.QWEN
+        self._builder = create_continuous_token_builder(tokenizer, model_family=family)
+        self._assert_append_only()
+
+    def initial(self, messages: list[dict[str, Any]], tools: Tools) -> list[int]:
+        """Ids of a whole prompt, generation prompt included."""
+        return list(self._builder.build_initial_tokens(messages, tools=_list(tools)))
+
+    def extend(
+        self, previous: list[dict[str, Any]], updated: list[dict[str, Any]], ids: list[int], tools: Tools
+    ) -> list[int]:
+        """Ids to append after a reply: its turn end where the reply was cut off, the line break, then the new messages."""
+        cut_off = [] if ids[-1] == self._im_end else [self._im_end]
+        merged = self._builder.merge_context_tokens(previous, updated, [self._im_end], tools=_list(tools))
+        if merged.removed_prefix_token_count or merged.token_ids[0] != self._im_end:
+            raise OpsdError(
+                f"verl's {type(self._builder).__name__} changes the ids of earlier turns",
+                "ids are only ever appended",
+                "use a model type that verl maps to its Qwen builder",
+            )
+        return cut_off + list(merged.token_ids[1:])
+
+    def _assert_append_only(self) -> None:
+        messages, tools = _PROBE_MESSAGES, _PROBE_TOOLS
+        prompt = self.initial(messages[:2], tools)
+        whole = self.initial(messages, tools)
+        # The reply as the template writes it directly after its prompt, without the line break that follows <|im_end|>.
+        replied = list(self.tokenizer.apply_chat_template(messages[:3], tools=tools, tokenize=True, return_dict=False))
+        end = len(replied) - replied[::-1].index(self._im_end) if self._im_end in replied else len(replied)
+        ids = prompt + replied[len(prompt) : end]
+        ids += self.extend(messages[:3], messages, ids, tools)
+        for stepwise, what in ((replied[: len(prompt)], "the reply's prompt"), (ids, "the conversation")):
+            expected = prompt if what == "the reply's prompt" else whole
+            if stepwise != expected:
+                self._refuse(stepwise, expected, what)
+
+    def _refuse(self, stepwise: list[int], whole: list[int], what: str) -> None:
+        same = min(len(stepwise), len(whole))
+        at = next((i for i in range(same) if stepwise[i] != whole[i]), same)
+        text = [self.tokenizer.decode(ids[max(0, at - 12) : at + 12]) for ids in (whole, stepwise)]
+        names = [self.tokenizer.decode(ids[at : at + 1]) for ids in (whole, stepwise)]
+        raise OpsdError(
+            f"the chat template is not append-only: {what} differs first at token {at}: whole {names[0]!r}, message by "
+            f"message {names[1]!r}\n    whole:              ...{text[0]!r}\n    message by message: ...{text[1]!r}",
+            "a message renders the same whatever follows it, reasoning of earlier turns included",
+            "set the tokenizer's chat_template to verl_opsd/models/chatml.jinja or another append-only template",
+        )
+
+
+class VerlReplyParser:
+    """:class:`verl_opsd.tokens.gateway.ReplyParser` over verl's tool parsers.
+
+    Args:
+        name: verl's name of the parser; ``hermes`` reads the calls of ``chatml.jinja``.
+
+    Raises:
+        OpsdError: verl has no parser of this name.
+    """
+
+    def __init__(self, tokenizer: Any, name: str):
+        if name not in ToolParser._registry:
+            raise OpsdError(
+                f"tool parser {name!r}",
+                f"verl's parsers are {sorted(ToolParser._registry)}",
+                "set contract.tool_parser to one of them",
+            )
+        self._ends = {_token(tokenizer, "<|im_end|>"), tokenizer.eos_token_id}
+        self._parser = ToolParser.get_tool_parser(name, tokenizer)
+
+    async def parse(self, ids: list[int], tools: Tools) -> tuple[str, list[ToolCall]]:
+        """Content (reasoning kept, turn end and line breaks before calls taken off) and the well-formed calls."""
+        body = ids[:-1] if ids[-1] in self._ends else ids
+        schemas = [OpenAIFunctionToolSchema.model_validate(tool) for tool in tools or ()]
+        content, calls = await self._parser.extract_tool_calls(body, schemas)
+        if calls:
+            content = content.rstrip("\n")
+        return content, [ToolCall(call.name, call.arguments, call.tool_call_id or "") for call in calls]
+
+
+def _list(tools: Tools) -> list[dict[str, Any]] | None:
+    return [dict(tool) for tool in tools] if tools else None
