@@ -140,7 +140,7 @@ def test_sessions_and_adapter_update_on_two_replicas(cluster, model_path, monkey
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
         adapter = EmbeddedAdapter(config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, None)
-        asyncio.run(adapter.update_weights(stream(), peft_config=lora, base_sync_done=True, global_steps=7))
+        asyncio.run(adapter.update_weights(stream(), peft_config=lora.to_dict(), base_sync_done=True, global_steps=7))
         report = ray.get(adapter.server.adapter_report.remote())
         assert report["bound"] == len(tensors) == 12 and report["step"] == 7 and report["zero_B"] == ()
         assert report["dtypes"] == ("torch.float32",)
@@ -155,7 +155,7 @@ def test_sessions_and_adapter_update_on_two_replicas(cluster, model_path, monkey
         np.testing.assert_allclose(scored, expected, atol=2e-6)
     with pytest.raises(OpsdError, match=r"unexpected.*nonsense"):
         bad = {**tensors, "base_model.model.nonsense.lora_A.weight": torch.zeros(1)}
-        asyncio.run(adapter.update_weights(iter(bad.items()), peft_config=lora, global_steps=8))
+        asyncio.run(adapter.update_weights(iter(bad.items()), peft_config=lora.to_dict(), global_steps=8))
     out = asyncio.run(client.generate("s0", prompt_ids=prompt, sampling_params=dict(params), session="s0", turn=9))
     assert out.extra_fields["num_cached_tokens"] == 0 and out.extra_fields["global_steps"] == 7
     np.testing.assert_allclose(out.log_probs, reference_logprobs(trained, prompt, out.token_ids), atol=2e-6)

@@ -8,7 +8,6 @@ from typing import Any
 
 import ray
 import torch
-from peft import PeftConfig
 from ray.actor import ActorHandle
 from torch.distributed.device_mesh import DeviceMesh
 from verl.workers.config import HFModelConfig, RolloutConfig
@@ -59,7 +58,7 @@ class EmbeddedAdapter(BaseRollout):
         weights: Iterable[tuple[str, torch.Tensor]],
         global_steps: int | None = None,
         wire_format: str = "named_tensors",
-        peft_config: PeftConfig | None = None,
+        peft_config: dict[str, Any] | None = None,
         base_sync_done: bool = True,
         **kwargs: Any,
     ) -> None:

@@ -73,7 +73,6 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                self._take_requests()
                 admit = self._run_commands()
                 for outcome in self._core.step(admit=admit) if self._core.unfinished else []:
                     self._deliver(outcome)
@@ -102,6 +101,7 @@ class EngineThread:
     def _run_commands(self) -> bool:
         """Runs the commands whose time has come, in order; returns whether waiting requests may start."""
         while True:
+            self._take_requests()  # what was sent before a command is there when it runs
             with self._wake:
                 if not self._commands:
                     return True

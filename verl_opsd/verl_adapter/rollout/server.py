@@ -17,7 +17,6 @@ import ray
 import torch
 from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
-from peft import PeftConfig
 from transformers import AutoModelForCausalLM
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig, RolloutConfig
@@ -208,7 +207,7 @@ class EmbeddedServer:
     # ---- weights ----
 
     async def load_adapter(
-        self, tensors: dict[str, torch.Tensor], peft_config: PeftConfig, global_steps: int | None
+        self, tensors: dict[str, torch.Tensor], peft_config: dict[str, Any], global_steps: int | None
     ) -> weights.UpdateReport:
         """Publishes an adapter between two requests (running ones end first, on the old weights)."""
 

@@ -45,14 +45,14 @@ class UpdateReport:
 
 
 def load_adapter(
-    model: nn.Module, tensors: Mapping[str, Tensor], peft_config: PeftConfig, step: int | None
+    model: nn.Module, tensors: Mapping[str, Tensor], peft_config: Mapping[str, Any], step: int | None
 ) -> tuple[PeftModel, UpdateReport]:
     """Puts adapter tensors into the model, wrapping it on the first call.
 
     Args:
         model: the served model, wrapped by an earlier call or plain.
         tensors: PEFT's names without the adapter's own (``base_model.model...lora_A.weight``).
-        peft_config: the trainer's adapter config.
+        peft_config: the trainer's adapter config, as PEFT's ``to_dict`` gives it (verl sends that).
         step: global step of the weights.
 
     Returns:
@@ -62,11 +62,12 @@ def load_adapter(
         OpsdError: a name that does not bind, a missing name, another shape, a non-finite value, or an adapter config
             other than the one before. The served weights are unchanged then.
     """
+    config = PeftConfig.from_peft_type(**peft_config)
     if isinstance(model, PeftModel):
         served = model
-        _same_config(served.peft_config["default"], peft_config)
+        _same_config(served.peft_config["default"], config)
     else:
-        served = get_peft_model(model, peft_config).eval().requires_grad_(False)  # type: ignore[arg-type, assignment]
+        served = get_peft_model(model, config).eval().requires_grad_(False)  # type: ignore[arg-type, assignment]
     places = get_peft_model_state_dict(served, save_embedding_layers=False)
     try:
         changed = _bind(places, tensors, "adapter", tied={})
