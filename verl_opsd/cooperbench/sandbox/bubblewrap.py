@@ -188,9 +188,10 @@ class BubblewrapSandbox:
             with self._lock:
                 if self._closed or self._owner.pid != os.getpid():
                     raise self._fault("sandbox_died", "it is closed, or another process's")
-                self._cgroup.add(tree.init_pid)
                 self._running.add(tree.init)
-            tree.release()
+                with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # it failed: there is no exit code then
+                    self._cgroup.add(tree.init_pid)
+                    tree.release()
         except OSError as error:
             raise self._fault("sandbox_died", f"its control group is gone: {error}") from error
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from verl_opsd.cooperbench.sandbox.cgroup import Cgroup
 from verl_opsd.errors import InfraFault, OpsdError
 
+LOCAL_BIN = Path("/usr/local/bin")
 STATE_ROOT = Path("/run/opsd-sandbox")
 PREFIX = "opsd-sandbox"
 # 60578-61183 is left unused by Debian's and systemd's allocation of user ids, and fits a container's 65536 ids.
@@ -34,6 +35,7 @@ PROGRAMS = {
     "env": "coreutils",
     "git": "git",
 }
+SYSTEM_DIRECTORIES = ("/usr/bin", "/bin", "/usr/sbin", "/sbin")
 MIN_BWRAP = (0, 7)
 _reap_lock = threading.Lock()
 
@@ -44,7 +46,7 @@ def program(name: str) -> Path:
     Raises:
         OpsdError: it is not in a system directory.
     """
-    for directory in ("/usr/bin", "/bin", "/usr/sbin", "/sbin"):
+    for directory in SYSTEM_DIRECTORIES:
         path = Path(directory) / name
         if path.exists():
             return path
@@ -78,6 +80,8 @@ def require_host() -> None:
             "0.7 or later is needed (size-limited tmpfs)",
             "install a later bubblewrap (Debian 12 and Ubuntu 24.04 have one)",
         )
+    if not LOCAL_BIN.is_dir():
+        raise OpsdError(f"no {LOCAL_BIN}", "each sandbox has its own there", f"mkdir -p {LOCAL_BIN}")
     if os.geteuid() != 0:
         raise OpsdError(
             f"the bubblewrap sandbox is asked for by user id {os.geteuid()}",
