@@ -202,7 +202,8 @@ def test_two_sandboxes_see_nothing_of_each_other(make):
             time.sleep(0.01)
         seen = bash(
             second,
-            "find /tmp /dev /home /workspace /usr/local -name of-first | wc -l; ps -e -o args | grep -c 'sleep [1]'; ls /proc | grep -c '^[0-9]'",
+            "find /tmp /dev /home /workspace /usr/local -name of-first | wc -l\n"
+            "ps -e -o args | grep -c 'sleep [1]'; ls /proc | grep -c '^[0-9]'",
         )
         files, sleeps, processes = map(int, seen.text.split())
         assert (files, sleeps) == (0, 0) and processes <= 6
@@ -224,7 +225,8 @@ def test_one_bare_repository_is_pushed_to_from_two_sandboxes_at_once(make, tmp_p
         git init -q . && git config user.email a@b && git config user.name agent{index}
         git remote add origin /git/repo.git
         for i in $(seq 8); do
-          echo {index} $i > f$i; git add .; git commit -qm "c$i"; git push -q -f origin HEAD:agent{index} HEAD:refs/heads/main
+          echo {index} $i > f$i; git add .; git commit -qm "c$i"
+          git push -q -f origin HEAD:agent{index} HEAD:refs/heads/main
         done
         git tag -a -m pr pr/agent{index}; git push -q origin pr/agent{index}; git fetch -q origin"""
         result = bash(pair[index], script, timeout_s=60)
@@ -242,7 +244,7 @@ def test_one_bare_repository_is_pushed_to_from_two_sandboxes_at_once(make, tmp_p
     for reader in pair:
         log = bash(
             reader,
-            "git clone -q /git/repo.git /tmp/c && cd /tmp/c && git fsck --strict && cat f1 && git log --oneline | wc -l",
+            "git clone -q /git/repo.git /tmp/c && cd /tmp/c && git fsck --strict && cat f1",
         )
         assert log.returncode == 0, log.text
 
@@ -343,7 +345,8 @@ def test_without_cgroups_the_rlimits_hold(make, monkeypatch):
     assert sandbox.limit_source == {"memory": "rlimit", "pids": "rlimit"}
     memory = sandbox.run(["python3", "-c", "x = bytearray(400 << 20)"], timeout_s=20)
     assert memory.returncode == 1 and "MemoryError" in memory.text
-    script = "import os, time\nn = 0\ntry:\n  while n < 100:\n    if not os.fork(): time.sleep(9)\n    n += 1\nexcept OSError: pass\nprint(n)"
+    script = "import os, time\nn = 0\ntry:\n  while n < 100:\n    if not os.fork(): time.sleep(9)\n    n += 1\n"
+    script += "except OSError: pass\nprint(n)"
     forks = int(sandbox.run(["python3", "-c", script], timeout_s=20).text)
     assert 10 <= forks < 20
     sandbox.close()

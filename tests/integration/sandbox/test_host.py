@@ -1,4 +1,4 @@
-"""What stays on the host when the owner dies, what is refused where the host lacks something, and the doctor's report."""
+"""What stays on the host when the owner dies, what is refused where the host lacks something, the report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ thread.join()
 
 
 def start_owner(workspace: Path) -> tuple[subprocess.Popen, int, str, list[Path]]:
-    """A Python process that runs an endless command in a sandbox of its own: (process, user id, label, control groups)."""
+    """A Python process with an endless command in its sandbox: (process, user id, label, control groups)."""
     owner = subprocess.Popen([sys.executable, "-c", OWNER, workspace], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     uid, label, *groups = owner.stdout.readline().split()
@@ -147,7 +147,8 @@ def test_without_root_it_is_refused(tmp_path, monkeypatch, fresh_host):
 def test_root_without_a_needed_capability_is_refused(make, tmp_path, lost):
     make()
     code = "import sys; from pathlib import Path; from verl_opsd.cooperbench.sandbox import *\n"
-    code += "try: make_sandbox('bubblewrap', SandboxSpec('x', Path(sys.argv[1])))\nexcept OpsdError as e: print('refused:', e)"
+    code += "try: make_sandbox('bubblewrap', SandboxSpec('x', Path(sys.argv[1])))\n"
+    code += "except OpsdError as e: print('refused:', e)"
     code = code.replace("import *\n", "import *; from verl_opsd.errors import OpsdError\n")
     command = ["setpriv", f"--bounding-set=-{lost}", f"--inh-caps=-{lost}", sys.executable, "-c", code, tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

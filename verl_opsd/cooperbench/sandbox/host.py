@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_opsd.cooperbench.sandbox.cgroup import Cgroup
+from verl_opsd.cooperbench.sandbox.seccomp import no_user_namespaces
 from verl_opsd.errors import InfraFault, OpsdError
 
 LOCAL_BIN = Path("/usr/local/bin")
@@ -76,6 +77,7 @@ def require_host() -> None:
     """
     for name in PROGRAMS:
         program(name)
+    no_user_namespaces()
     if version_of("bwrap") < MIN_BWRAP:
         raise OpsdError(
             f"bubblewrap {'.'.join(map(str, version_of('bwrap')))}",
@@ -123,10 +125,18 @@ class Owner:
 def _start_time(pid: int) -> int | None:
     """Start time of a process, None when it is gone or a zombie."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def parent_of(pid: int) -> int:
+    """Parent's process id; 0 when ``pid`` is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 class UidLease:
