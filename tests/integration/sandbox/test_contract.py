@@ -368,3 +368,23 @@ def test_user_ids_come_from_the_documented_range(make):
     assert len(set(uids)) == 3 and all(60600 <= uid <= 61099 for uid in uids)
     assert uids == [sandbox.uid for sandbox in sandboxes]
     assert dataclasses.is_dataclass(sandboxes[0].spec)
+
+
+def test_no_descriptor_leaks(make, tmp_path):
+    for backend in ("bubblewrap", "process"):
+        sandbox = make(backend)
+        bash(sandbox, "true")
+        before = set(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            bash(sandbox, "echo x", stdin=b"y")
+            bash(sandbox, "sleep 5", timeout_s=0.05)
+            sandbox.run(["echo", "x" * 200_000], timeout_s=5)
+            sandbox.run(["no-such-program"], timeout_s=5)
+        assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_command_gets_no_descriptor_of_the_host(make):
+    result = make().run(
+        ["python3", "-c", "import os; print(sorted(map(int, os.listdir('/proc/self/fd')))[:-1])"], timeout_s=9
+    )
+    assert result.text == "[0, 1, 2]\n"
