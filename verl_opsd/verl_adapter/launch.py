@@ -108,11 +108,11 @@ def ensure_student(opsd: OpsdConfig, path: str) -> None:
     if opsd.student == "tiny":
         from verl_opsd.models.tiny import ensure_tiny
 
-        made = ensure_tiny(cache_dir())
+        made = ensure_tiny(cache_dir() / "models")
     elif opsd.student == "smollm":
         from verl_opsd.models.smollm import ensure_smollm
 
-        made = ensure_smollm(cache_dir())
+        made = ensure_smollm(cache_dir() / "models")
     else:
         check_model_path(path, "actor_rollout_ref.model.path")
         return

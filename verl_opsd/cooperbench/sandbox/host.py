@@ -6,10 +6,12 @@ and /usr/local/bin), named after the process that owns it, and one lock file a u
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -18,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_opsd.cooperbench.sandbox.cgroup import Cgroup
+from verl_opsd.cooperbench.sandbox.seccomp import no_user_namespaces
 from verl_opsd.errors import InfraFault, OpsdError
 
+LOCAL_BIN = Path("/usr/local/bin")
 STATE_ROOT = Path("/run/opsd-sandbox")
 PREFIX = "opsd-sandbox"
 # 60578-61183 is left unused by Debian's and systemd's allocation of user ids, and fits a container's 65536 ids.
@@ -34,6 +38,7 @@ PROGRAMS = {
     "env": "coreutils",
     "git": "git",
 }
+SYSTEM_DIRECTORIES = ("/usr/bin", "/bin", "/usr/sbin", "/sbin")
 MIN_BWRAP = (0, 7)
 _reap_lock = threading.Lock()
 
@@ -44,7 +49,7 @@ def program(name: str) -> Path:
     Raises:
         OpsdError: it is not in a system directory.
     """
-    for directory in ("/usr/bin", "/bin", "/usr/sbin", "/sbin"):
+    for directory in SYSTEM_DIRECTORIES:
         path = Path(directory) / name
         if path.exists():
             return path
@@ -72,12 +77,15 @@ def require_host() -> None:
     """
     for name in PROGRAMS:
         program(name)
+    no_user_namespaces()
     if version_of("bwrap") < MIN_BWRAP:
         raise OpsdError(
             f"bubblewrap {'.'.join(map(str, version_of('bwrap')))}",
             "0.7 or later is needed (size-limited tmpfs)",
             "install a later bubblewrap (Debian 12 and Ubuntu 24.04 have one)",
         )
+    if not LOCAL_BIN.is_dir():
+        raise OpsdError(f"no {LOCAL_BIN}", "each sandbox has its own there", f"mkdir -p {LOCAL_BIN}")
     if os.geteuid() != 0:
         raise OpsdError(
             f"the bubblewrap sandbox is asked for by user id {os.geteuid()}",
@@ -117,10 +125,18 @@ class Owner:
 def _start_time(pid: int) -> int | None:
     """Start time of a process, None when it is gone or a zombie."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def parent_of(pid: int) -> int:
+    """Parent's process id; 0 when ``pid`` is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 class UidLease:
@@ -206,10 +222,8 @@ def remove_state(path: Path) -> None:
     """Unmounts and removes a state directory. Idempotent."""
     if os.path.ismount(path):
         subprocess.run([program("umount"), "--lazy", path], capture_output=True, stdin=subprocess.DEVNULL)
-    try:
-        path.rmdir()
-    except FileNotFoundError:
-        return
+    with contextlib.suppress(FileNotFoundError):  # another process reaps it too
+        shutil.rmtree(path)
 
 
 def reap_stale() -> list[str]:
@@ -219,7 +233,22 @@ def reap_stale() -> list[str]:
 
     Returns:
         the names of what was removed.
+
+    Raises:
+        InfraFault: ``sandbox_unreachable`` when something can't be removed.
     """
+    try:
+        return _reap()
+    except OSError as error:
+        raise InfraFault(
+            "sandbox_unreachable",
+            f"the rest of a dead process's sandbox can't be removed: {error}",
+            "no sandbox starts beside the rests of another: they may hold memory and processes",
+            f"remove what is left below {STATE_ROOT} (umount first) and its control group by hand",
+        ) from error
+
+
+def _reap() -> list[str]:
     removed = []
     with _reap_lock:
         for entry in os.scandir("/proc"):
