@@ -21,11 +21,8 @@ __all__ = [
     "Sandbox",
     "SandboxSpec",
     "make_sandbox",
-<<<<<<< HEAD
-    "require_sandbox",
-=======
     "reap_stale",
->>>>>>> sandbox
+    "require_sandbox",
     "sandbox_report",
 ]
 
