@@ -100,17 +100,23 @@ class VerlTokenBuilder:
 
     def _assert_append_only(self) -> None:
         messages, tools = _PROBE_MESSAGES, _PROBE_TOOLS
-        prompt = self.initial(messages[:2], tools)
-        whole = self.initial(messages, tools)
-        # The reply as the template writes it directly after its prompt, without the line break that follows <|im_end|>.
+        prompt, whole = self.initial(messages[:2], tools), self.initial(messages, tools)
         replied = list(self.tokenizer.apply_chat_template(messages[:3], tools=tools, tokenize=True, return_dict=False))
-        end = len(replied) - replied[::-1].index(self._im_end) if self._im_end in replied else len(replied)
-        ids = prompt + replied[len(prompt) : end]
+        if replied[: len(prompt)] != prompt:
+            self._refuse(replied[: len(prompt)], prompt, "the reply's prompt")
+        # The reply as the template writes it after its prompt, without the line break behind <|im_end|>.
+        reply = replied[len(prompt) :]
+        reply = reply[: reply.index(self._im_end) + 1] if self._im_end in reply else reply
+        if messages[2]["content"] not in self.tokenizer.decode(reply):
+            raise OpsdError(
+                f"the chat template writes the reply {messages[2]['content']!r} as {self.tokenizer.decode(reply)!r}",
+                "reasoning stays in the prompt, as the model wrote it",
+                "set the tokenizer's chat_template to verl_opsd/models/chatml.jinja or another that keeps reasoning",
+            )
+        ids = prompt + reply
         ids += self.extend(messages[:3], messages, ids, tools)
-        for stepwise, what in ((replied[: len(prompt)], "the reply's prompt"), (ids, "the conversation")):
-            expected = prompt if what == "the reply's prompt" else whole
-            if stepwise != expected:
-                self._refuse(stepwise, expected, what)
+        if ids != whole:
+            self._refuse(ids, whole, "the conversation")
 
     def _refuse(self, stepwise: list[int], whole: list[int], what: str) -> None:
         same = min(len(stepwise), len(whole))

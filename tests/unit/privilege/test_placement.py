@@ -167,7 +167,7 @@ def test_bad_arguments_are_refused():
 
 
 def test_control_tokens_in_a_tool_result_do_not_move_the_brief_into_a_reply():
-    """A file that holds ChatML text: its <|im_start|> is text of the open block, and no reply follows its <|im_end|>."""
+    """A file that holds ChatML text: its <|im_start|> is text of the open block, no reply follows its <|im_end|>."""
     ids = np.array(
         [
             *(START, SYSTEM, LINE, 10, END, LINE),
