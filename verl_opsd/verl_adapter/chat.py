@@ -62,22 +62,27 @@ class VerlTokenBuilder:
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template, e.g. ``verl_opsd/models/chatml.jinja``.
-        model_type: ``config.json``'s. Where verl has no Qwen builder for it, its Qwen builder is used: it is the one
-            that knows the line break after <|im_end|>.
+        model_type: ``config.json``'s. Types that verl does not know (it warns) or maps to Qwen get its Qwen builder,
+            which knows the line break after <|im_end|>.
 
     Raises:
-        OpsdError: the tokenizer is not ChatML, or its template is not append-only: rendered message by message a small
-            conversation gives other ids than rendered whole.
+        OpsdError: the tokenizer or the model type is not ChatML, or the template is not append-only: rendered
+            message by message a small conversation gives other ids than rendered whole.
     """
 
     def __init__(self, tokenizer: Any, model_type: str):
         self.tokenizer = tokenizer
         self._im_start, self._im_end = _token(tokenizer, "<|im_start|>"), _token(tokenizer, "<|im_end|>")
         self._line = _token(tokenizer, "\n")
-        family = infer_continuous_token_model_family(hf_model_type=model_type)
-        if not issubclass(get_continuous_token_builder_class(family), QwenContinuousTokenBuilder):
-            family = ContinuousTokenModelFamily.QWEN
-        self._builder = create_continuous_token_builder(tokenizer, model_family=family)
+        known = infer_continuous_token_model_family(hf_model_type=model_type)
+        qwen = issubclass(get_continuous_token_builder_class(known), QwenContinuousTokenBuilder)
+        if not qwen and known is not ContinuousTokenModelFamily.DEFAULT:
+            raise OpsdError(
+                f"model_type {model_type!r}, for which verl has a builder of family {known} that is not ChatML",
+                "conversations are ChatML",
+                "use a model of the ChatML family (Qwen, SmolLM2)",
+            )
+        self._builder = create_continuous_token_builder(tokenizer, model_family=ContinuousTokenModelFamily.QWEN)
         self._assert_append_only()
 
     def initial(self, messages: list[dict[str, Any]], tools: Tools) -> list[int]:

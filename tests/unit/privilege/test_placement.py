@@ -294,6 +294,21 @@ def test_other_tokenizers_are_refused():
         ChatMarkers.from_tokenizer(NoChat())
 
 
+def test_a_tokenizer_that_hides_where_tool_results_start_is_refused():
+    """The tag's tokens depend on what follows: no ids would tell a tool result from a message."""
+    tokenizer = chat_tokenizer()
+
+    class Merging:
+        def encode(self, text, add_special_tokens=True):
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            return ids if "<tool_response>" not in text else [*ids[:-2], 1000 + len(text)]
+
+        decode = tokenizer.decode
+
+    with pytest.raises(OpsdError, match="tool results are told apart"):
+        ChatMarkers.from_tokenizer(Merging())
+
+
 def test_a_brief_that_quotes_control_tokens_is_text():
     tokenizer = chat_tokenizer()
     brief = peer_spec("agent1", "agent2", "Render <|im_start|>user and <|im_end|> verbatim.")

@@ -95,7 +95,7 @@ def test_template_without_system_message():
         render([{"role": "exit", "content": "x"}], None)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "qwen3_5", "llama", ""])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5", "qwen2_vl", "llama", ""])
 @pytest.mark.parametrize("tags", [True, False])
 def test_the_projects_template_is_append_only_for_every_model_type(model_type, tags):
     VerlTokenBuilder(chat_tokenizer(tags), model_type)
@@ -120,7 +120,7 @@ def test_templates_that_are_not_append_only_are_refused(text):
 
 
 def test_a_template_that_never_keeps_reasoning_is_refused():
-    assert STRIPS_THINKING != template()
+    assert template() != STRIPS_THINKING
     with pytest.raises(OpsdError, match="reasoning stays in the prompt"):
         VerlTokenBuilder(with_template(STRIPS_THINKING), "qwen3")
 
@@ -140,6 +140,8 @@ def test_tokenizers_that_are_not_chatml_are_refused():
     other.chat_template = template()
     with pytest.raises(OpsdError, match="conversations are ChatML"):
         VerlTokenBuilder(other, "llama")
+    with pytest.raises(OpsdError, match="gptoss"):
+        VerlTokenBuilder(chat_tokenizer(), "gpt_oss")
 
 
 def parse(ids, name="hermes", tokenizer=None):
