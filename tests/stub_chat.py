@@ -84,8 +84,9 @@ def make_gateway(engine: StubEngine, **contract) -> Gateway:
 
 
 async def random_conversation(rng: random.Random, calls: int) -> tuple[tuple[TurnRecord, ...], StubEngine]:
-    """One agent that meets everything the harness does: tool results, peer messages, format errors, compaction,
-    rewrites.""" engine = StubEngine(rng=rng) session = make_gateway(engine).session("e", "agent1")
+    """One agent that meets what the harness does: tool results, peer messages, format errors, compaction, rewrites."""
+    engine = StubEngine(rng=rng)
+    session = make_gateway(engine).session("e", "agent1")
 
     def words() -> str:
         return " ".join(str(rng.randint(10, 99)) for _ in range(rng.randint(1, 4)))

@@ -77,7 +77,7 @@ class Brief:
 def compose(*parts: Section | Brief, name: str | None = None, allow_answer: bool = False) -> Brief:
     """One brief of sections and briefs, in order. ``name`` defaults to the parts' names joined by ``+``."""
     sections = tuple(s for part in parts for s in (part.sections if isinstance(part, Brief) else (part,)))
-    kind = max((s.kind for s in sections), key=KINDS.index, default="none")
+    kind: BriefKind = max((s.kind for s in sections), key=KINDS.index, default="none")
     joined = "+".join(part.name for part in parts) or "none"
     return Brief(joined if name is None else name, kind, _join(sections), sections, allow_answer)
 

@@ -62,12 +62,13 @@ def token_offsets(ids: Sequence[int], decode: Callable[[list[int]], str]) -> tup
     Tokens are decoded one by one; bytes that are no whole character yet wait for their successors, and all tokens of
     such a character start at it. The work is linear in the ids.
     """
+    ids = [int(i) for i in ids]
     pieces: list[str] = []
     starts: list[int] = []
     length, first = 0, 0
     for i in range(len(ids)):
         starts.append(length)
-        piece = decode(list(ids[first : i + 1]))
+        piece = decode(ids[first : i + 1])
         waits = piece.endswith("\ufffd") and i + 1 - first < MAX_CHARACTER_TOKENS
         if not waits or i + 1 == len(ids):
             pieces.append(piece)
@@ -106,11 +107,11 @@ def _classify_call(classes: NDArray[np.int8], text: str, start: int, end: int) -
         return
     for match in _SEND_QUOTED.finditer(text, start, end):
         classes[match.start("body") : match.end("body")] = CODE["message"]
-    while match := _HEREDOC.search(text, start, end):
-        if whole and match["stop"] is None:  # no terminator in a whole command: a shift, not a heredoc
-            start = match.start() + 2
+    while heredoc := _HEREDOC.search(text, start, end):
+        if whole and heredoc["stop"] is None:  # no terminator in a whole command: a shift, not a heredoc
+            start = heredoc.start() + 2
             continue
-        line = re.split(_BREAK, text[start : match.start()])[-1] + match["rest"]
+        line = re.split(_BREAK, text[start : heredoc.start()])[-1] + heredoc["rest"]
         kind = "message" if re.search(r"\bsend_message\b", line) else "code"
-        classes[match.start("body") : match.end("body")] = CODE[kind]
-        start = match.end()
+        classes[heredoc.start("body") : heredoc.end("body")] = CODE[kind]
+        start = heredoc.end()

@@ -144,7 +144,7 @@ def test_every_prompt_is_rebuilt_exactly_and_every_policy_token_counts_once(seed
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), calls=st.integers(2, 10))
 def test_a_fork_shares_exactly_the_ids_before_it(seed, calls):
-    """The recorded fork is the first token at which the new prompt leaves its parent, and no other branch goes further."""
+    """The recorded fork is the first token at which a new prompt leaves its parent; no other branch goes further."""
     turns, engine = asyncio.run(random_conversation(random.Random(seed), calls))
     known: dict[int, list[int]] = {}
     for record, (prompt, reply) in zip(turns, engine.seen, strict=True):

@@ -189,14 +189,28 @@ def test_unknown_episode_and_empty_id(tmp_path):
         {"messages": {"a": [{"content": b"bytes"}]}},
         {"messages": {1: []}},
         {"repo": "\ud800"},
+        {"grade": None},
+        {"outcome": "infra:sandbox_died"},
+        {"outcome": "failed", "grade": None},
+        {"grade": Grade("clean", None, {}, (FeatureGrade(3, True, 1, 0, 0),))},
     ],
-    ids=["tuple", "nan", "bytes", "number key", "surrogate"],
+    ids=["tuple", "nan", "bytes", "number key", "surrogate", "no grade", "fault with grade", "outcome", "one feature"],
 )
 def test_what_can_not_be_stored_exactly_is_refused(tmp_path, changes):
     store = EpisodeStore(tmp_path)
     with pytest.raises(OpsdError):
         store.write(make_episode(**changes))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("new_ids", np.int64), ("response_ids", np.int64), ("response_logprobs", np.float64)]
+)
+def test_arrays_that_would_be_rounded_are_refused(tmp_path, name, kind):
+    episode = make_episode()
+    turn = dataclasses.replace(episode.turns[-1], **{name: getattr(episode.turns[-1], name).astype(kind)})
+    with pytest.raises(OpsdError, match="nothing is rounded"):
+        EpisodeStore(tmp_path).write(dataclasses.replace(episode, turns=(*episode.turns[:-1], turn)))
 
 
 def test_a_failing_write_leaves_nothing(tmp_path, monkeypatch):

@@ -261,8 +261,15 @@ def test_stripped_thinking_and_unknown_turns_are_refused():
     gateway = make_gateway(StubEngine())
     with pytest.raises(OpsdError, match="thinking"):
         Gateway(gateway.engine, gateway.builder, gateway.parser, EvalContract(thinking="strip"))
-    with pytest.raises(OpsdError):
-        gateway.session("e", "a").mark(0, "malformed")
+    session = gateway.session("e", "a")
+    for number in (-1, 0, 1):
+        with pytest.raises(OpsdError, match="turn"):
+            session.mark(number, "malformed")
+    with pytest.raises(OpsdError, match="kinds are"):
+        asyncio.run(session.chat([SYS, TASK], kind="solver"))
+    run(session, [SYS, TASK])
+    with pytest.raises(OpsdError, match="kinds are"):
+        session.mark(0, "bad")
 
 
 def test_own_time_per_turn_at_64k_tokens():

@@ -58,7 +58,7 @@ def test_quoted_message(wait, quote):
 def test_send_message_tool_and_plain_text_arguments():
     text = '<tool_call>\n{"name": "send_message", "arguments": {"content": "hi"}}\n</tool_call>'
     assert by_class(text)["command"] == "<tool_call></tool_call>"
-    xml = "<tool_call>\n<function=bash>\n<parameter=command>\nsend_message a <<M\nhi\nM\n</parameter>\n</function>\n</tool_call>"
+    xml = "<tool_call>\n<function=bash>\n<parameter=command>\nsend_message a <<M\nhi\nM\n</parameter></tool_call>"
     assert by_class(xml)["message"] == "hi"
 
 
@@ -103,7 +103,7 @@ def test_broken_bytes_do_not_swallow_what_follows():
 
 
 def test_real_tokenizer_with_and_without_tag_tokens():
-    text = f"<think>\nplan é😀\n</think>\n\nOk.\n{call('send_message agent2 <<M' + chr(10) + 'héllo 😀' + chr(10) + 'M')}<|im_end|>"
+    text = "<think>\nplan é😀\n</think>\n\nOk.\n" + call("send_message agent2 <<M\nhéllo 😀\nM") + "<|im_end|>"
     for tags in (True, False):
         tokenizer = chat_tokenizer(tags)
         ids = tokenizer.encode(text, add_special_tokens=False)
