@@ -20,7 +20,8 @@ from verl.utils.device import get_device_id
 from verl_opsd.distill.head import LossPositionHead
 from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.rows import padding_fields
-from verl_opsd.verl_adapter.engine import OpsdEngine, OpsdLoss
+from verl_opsd.verl_adapter.engine import OpsdEngine
+from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged
 
 #: Largest difference in nats between log-probabilities through the head and through the model's own logits.
@@ -108,9 +109,7 @@ def _forward_spread(engine: OpsdEngine, loss: OpsdLoss) -> int:
     """Scores as many rows as the rank's number + 1; most minus fewest forwards over ranks."""
     n = dist.get_rank() + 1
     ids = torch.arange(7) % engine.head.out_features
-    row = padding_fields(ids) | {
-        k: torch.tensor([2]) for k in ("opsd_position", "opsd_class", "opsd_turn", "opsd_view_pos")
-    }
+    row = padding_fields(ids) | {k: torch.tensor([2]) for k in ("opsd_position", "opsd_class", "opsd_turn", "opsd_view_pos")}
     row |= {k: torch.zeros(1) for k in ("opsd_coef", "opsd_anchor")} | {
         "input_ids": ids,
         "position_ids": torch.arange(7),
@@ -151,9 +150,7 @@ def control(
     return TensorDict({k: v.cpu() for k, v in out.items()}, batch_size=len(data))
 
 
-def logprobs(
-    engine: OpsdEngine, sequences: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
-) -> list[np.ndarray]:
+def logprobs(engine: OpsdEngine, sequences: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Log-probabilities of the next token under the trained weights (adapters on).
 
     Args:
