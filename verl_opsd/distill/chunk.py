@@ -1,20 +1,21 @@
 """One chunk of loss positions: logits, divergences, weights, and the gradient with respect to the student's logits.
 
-Shape suffixes: N loss positions, C those of this chunk, H hidden size (the teacher's may differ), V vocabulary.
+Shape suffixes: N loss positions, C those of this chunk, H hidden size (the teacher's may differ), V vocabulary, K slots of
+a support, J = K + 1 outcomes (the last one is the tail). Signals keep their suffix N when cut to a chunk.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from verl_opsd.distill import dense
-from verl_opsd.distill.loss import LossSpec
+from verl_opsd.distill import dense, divergence, support
+from verl_opsd.distill.loss import ANALYTIC, LossSpec
 from verl_opsd.distill.signal import Signal
+from verl_opsd.distill.weights import TokenValues, Weight, product
 
 if TYPE_CHECKING:
     from verl_opsd.distill.head import HeadTask
@@ -28,18 +29,17 @@ class ChunkInput:
     weight_VH: Tensor
     labels_C: Tensor | None
     teacher: Signal | None
-    teacher_weight_VH: Tensor | None
+    teacher_weight_VH: Tensor
     coef_C: Tensor | None
     anchor: Signal | None
     anchor_coef_C: Tensor | None
     behaviour_logprob_C: Tensor | None
     dtype: torch.dtype
     need_grad: bool
-    compile: bool
 
     @classmethod
     def cut(
-        cls, task: HeadTask, rows: slice, hidden_NH: Tensor, weight_VH: Tensor, dtype: torch.dtype, need_grad: bool
+        cls, task: HeadTask, rows: slice, hidden_CH: Tensor, weight_VH: Tensor, dtype: torch.dtype, need_grad: bool
     ) -> ChunkInput:
         """Rows of a task, on the device of the weight; signals may live on the host until here."""
         device = weight_VH.device
@@ -54,7 +54,7 @@ class ChunkInput:
             return Signal(**cut).to(device)
 
         return cls(
-            hidden_CH=hidden_NH[rows],
+            hidden_CH=hidden_CH,
             weight_VH=weight_VH,
             labels_C=row(task.labels_N, torch.int64),
             teacher=part(task.teacher),
@@ -65,7 +65,6 @@ class ChunkInput:
             behaviour_logprob_C=row(task.behaviour_logprob_N, dtype),
             dtype=dtype,
             need_grad=need_grad,
-            compile=task.compile,
         )
 
 
@@ -94,11 +93,6 @@ def logits(hidden_CH: Tensor, weight_VH: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(hidden_CH, weight_VH.T).to(dtype)
 
 
-@functools.cache
-def _compiled(function: Any) -> Any:
-    return torch.compile(function, dynamic=False)
-
-
 def weighted_sum(coef_C: Tensor, value_C: Tensor) -> Tensor:
     """``sum coef * value``, in which a position of coefficient 0 adds exactly 0 whatever its value is."""
     return torch.where(coef_C == 0, 0.0, coef_C * value_C).sum()
@@ -107,40 +101,176 @@ def weighted_sum(coef_C: Tensor, value_C: Tensor) -> Tensor:
 def chunk_loss(chunk: ChunkInput, spec: LossSpec) -> ChunkOutput:
     """``sum coef * weight * divergence + sum anchor_coef * anchor divergence`` of one chunk, with gradient."""
     student_CV = logits(chunk.hidden_CH, chunk.weight_VH, chunk.dtype)
-    return _dense_reverse_kl(chunk, student_CV)
+    if spec.divergence == "reverse_kl" and spec.support == "full":
+        return _dense_reverse_kl(chunk, spec, student_CV)
+    return _by_autograd(chunk, spec, student_CV)
 
 
-def _dense_reverse_kl(chunk: ChunkInput, student_CV: Tensor) -> ChunkOutput:
+def _dense_reverse_kl(chunk: ChunkInput, spec: LossSpec, student_CV: Tensor) -> ChunkOutput:
     """The default loss, by the hand-derived gradient of :mod:`verl_opsd.distill.dense`."""
-    stats_of = _compiled(dense.reverse_kl_stats) if chunk.compile else dense.reverse_kl_stats
-    grad_of = _compiled(dense.reverse_kl_grad) if chunk.compile else dense.reverse_kl_grad
     out = ChunkOutput(loss=student_CV.new_zeros(()))
 
-    def term(signal: Signal, weight_VH: Tensor, coef_C: Tensor) -> tuple[dense.DenseStats, Tensor]:
+    def term(signal: Signal, weight_VH: Tensor, coef_C: Tensor, weights: tuple[Weight, ...]) -> None:
         assert signal.hidden_NH is not None
         other_CV = logits(signal.hidden_NH, weight_VH, chunk.dtype)
-        stats = stats_of(student_CV, other_CV)
-        out.loss = out.loss + weighted_sum(coef_C, stats.kl_C)
-        out.entropy_C = stats.entropy_C
+        norms = dense.norms(student_CV, other_CV)
+        out.entropy_C = norms.entropy_C
         if chunk.labels_C is not None:
-            out.student_logprob_C = _pick(student_CV, chunk.labels_C) - stats.student_norm_C
-        if chunk.need_grad:
-            grad_CV = grad_of(student_CV, other_CV, stats, coef_C, chunk.weight_VH.dtype)
+            out.student_logprob_C = _pick(student_CV, chunk.labels_C) - norms.student_norm_C
+        if weights:  # they need the divergence before the gradient can be made
+            kl_C, _ = dense.kl_and_grad(student_CV, other_CV, norms, None, chunk.weight_VH.dtype)
+            coef_C = _effective(out, kl_C, coef_C, weights)
+        kl_C, grad_CV = dense.kl_and_grad(
+            student_CV, other_CV, norms, coef_C if chunk.need_grad else None, chunk.weight_VH.dtype
+        )
+        out.loss = out.loss + weighted_sum(coef_C, kl_C)
+        if grad_CV is not None:
             out.grad_CV = grad_CV if out.grad_CV is None else out.grad_CV.add_(grad_CV)
-        return stats, other_CV
+        if signal is not chunk.teacher:
+            out.anchor_C = kl_C
+            return
+        out.divergence_C, out.agree_C = kl_C, norms.agree_C
+        out.coverage_student_C = out.coverage_teacher_C = torch.ones_like(kl_C)
+        if chunk.labels_C is not None:
+            out.teacher_logprob_C = _pick(other_CV, chunk.labels_C) - norms.teacher_norm_C
 
     if chunk.teacher is not None:
-        assert chunk.coef_C is not None and chunk.teacher_weight_VH is not None
-        stats, teacher_CV = term(chunk.teacher, chunk.teacher_weight_VH, chunk.coef_C)
-        out.divergence_C, out.agree_C = stats.kl_C, stats.agree_C
-        out.weight_C = out.coverage_student_C = out.coverage_teacher_C = torch.ones_like(stats.kl_C)
-        if chunk.labels_C is not None:
-            out.teacher_logprob_C = _pick(teacher_CV, chunk.labels_C) - stats.teacher_norm_C
-        del teacher_CV
+        assert chunk.coef_C is not None
+        term(chunk.teacher, chunk.teacher_weight_VH, chunk.coef_C, spec.weights)
     if chunk.anchor is not None:
         assert chunk.anchor_coef_C is not None
-        out.anchor_C = term(chunk.anchor, chunk.weight_VH, chunk.anchor_coef_C)[0].kl_C
+        term(chunk.anchor, chunk.weight_VH, chunk.anchor_coef_C, ())
     return out
+
+
+def _by_autograd(chunk: ChunkInput, spec: LossSpec, student_CV: Tensor) -> ChunkOutput:
+    """Any other divergence: autograd from the divergence to the log-probabilities, by hand from there to the logits."""
+    logp_CV = torch.log_softmax(student_CV, dim=-1)
+    out = ChunkOutput(loss=student_CV.new_zeros(()), entropy_C=-(logp_CV.exp() * logp_CV).sum(-1))
+    if chunk.labels_C is not None:
+        out.student_logprob_C = _pick(logp_CV, chunk.labels_C)
+    ids_CK: Tensor | None = None
+    grad_CV = torch.zeros_like(logp_CV) if chunk.need_grad else None
+
+    def term(signal: Signal | None, weight_VH: Tensor, coef_C: Tensor, weights: tuple[Weight, ...]) -> Tensor:
+        nonlocal ids_CK, grad_CV
+        logq_CV = None
+        if signal is not None and signal.hidden_NH is not None:
+            logq_CV = torch.log_softmax(logits(signal.hidden_NH, weight_VH, chunk.dtype), dim=-1)
+        if signal is not None and signal is chunk.teacher:
+            _describe_teacher(out, chunk, signal, logp_CV, logq_CV)
+        with torch.enable_grad():
+            leaf_CV = logp_CV.detach().requires_grad_(chunk.need_grad)
+            if spec.sampled:
+                value_C = _sampled(chunk, spec, signal, leaf_CV, logq_CV, coef_C)
+            else:
+                assert signal is not None
+                if ids_CK is None:  # the anchor is measured on the teacher's support
+                    ids_CK = _support(chunk, spec, signal, logp_CV, logq_CV)
+                p_CJ = leaf_CV if ids_CK is None else support.with_tail(leaf_CV, ids_CK)
+                q_CJ = _outcomes(chunk, signal, logq_CV, ids_CK)
+                value_C = ANALYTIC[spec.divergence](p_CJ, q_CJ, spec)
+                if signal is chunk.teacher:
+                    one_C = torch.ones_like(value_C)
+                    out.coverage_student_C = one_C if ids_CK is None else support.coverage(p_CJ.detach())
+                    out.coverage_teacher_C = one_C if ids_CK is None else support.coverage(q_CJ)
+            coef_C = _effective(out, value_C.detach(), coef_C, weights)
+            loss = weighted_sum(coef_C, value_C)
+        out.loss = out.loss + loss.detach()
+        if grad_CV is not None and loss.requires_grad:
+            (term_grad_CV,) = torch.autograd.grad(loss, leaf_CV)
+            # 0 * NaN is NaN: a masked position keeps an exact 0 whatever its values are.
+            grad_CV += torch.where(coef_C[:, None] == 0, 0.0, term_grad_CV)
+        return value_C.detach()
+
+    if chunk.coef_C is not None:
+        out.divergence_C = term(chunk.teacher, chunk.teacher_weight_VH, chunk.coef_C, spec.weights)
+    if chunk.anchor is not None:
+        assert chunk.anchor_coef_C is not None
+        out.anchor_C = term(chunk.anchor, chunk.weight_VH, chunk.anchor_coef_C, ())
+    if grad_CV is not None:
+        through_CV = grad_CV - logp_CV.exp() * grad_CV.sum(-1, keepdim=True)
+        used_C1 = (grad_CV != 0).any(-1, keepdim=True)
+        out.grad_CV = torch.where(used_C1, through_CV, 0.0).to(chunk.weight_VH.dtype)
+    return out
+
+
+def _effective(out: ChunkOutput, value_C: Tensor, coef_C: Tensor, weights: tuple[Weight, ...]) -> Tensor:
+    """Coefficients times the data-dependent weights; a coefficient of 0 stays 0 whatever the weight is."""
+    if not weights:
+        return coef_C
+    assert out.student_logprob_C is not None and out.entropy_C is not None
+    out.weight_C = product(weights, TokenValues(value_C, out.student_logprob_C, out.entropy_C))
+    return torch.where(coef_C == 0, 0.0, coef_C * out.weight_C)
+
+
+def _support(
+    chunk: ChunkInput, spec: LossSpec, signal: Signal, logp_CV: Tensor, logq_CV: Tensor | None
+) -> Tensor | None:
+    """Ids of the support, or None for the full vocabulary."""
+    if spec.support == "full":
+        return None
+    if spec.support == "signal":
+        return signal.ids_NK
+    assert logq_CV is not None and chunk.labels_C is not None and spec.top_k is not None
+    return support.support_ids(spec.support, logp_CV, logq_CV, chunk.labels_C, spec.top_k)
+
+
+def _outcomes(chunk: ChunkInput, signal: Signal, logq_CV: Tensor | None, ids_CK: Tensor | None) -> Tensor:
+    """The teacher's log-probabilities on the student's outcomes."""
+    if logq_CV is None:
+        assert signal.logprobs_NK is not None and signal.tail_N is not None
+        return torch.cat([signal.logprobs_NK, signal.tail_N[:, None]], dim=-1).to(chunk.dtype)
+    return logq_CV if ids_CK is None else support.with_tail(logq_CV, ids_CK)
+
+
+def _sampled(
+    chunk: ChunkInput, spec: LossSpec, signal: Signal | None, leaf_CV: Tensor, logq_CV: Tensor | None, coef_C: Tensor
+) -> Tensor:
+    """A sampled-token estimator where there is a coefficient, NaN elsewhere: a masked position cannot make it refuse."""
+    assert chunk.labels_C is not None
+    keep_C = coef_C != 0
+    logp_C = _pick(leaf_CV, chunk.labels_C)[keep_C]
+    if spec.divergence == "nll":
+        value_C = -logp_C
+    else:
+        assert signal is not None
+        logq_C = _label_logprob(chunk.labels_C, signal, logq_CV).to(chunk.dtype)[keep_C]
+        if spec.divergence == "k1":
+            value_C = divergence.k1(logp_C, logq_C)
+        elif spec.divergence == "k2":
+            value_C = divergence.k2(logp_C, logq_C)
+        elif spec.divergence == "k3":
+            value_C = divergence.k3(logp_C, logq_C, spec.max_log_ratio)
+        else:
+            assert chunk.behaviour_logprob_C is not None and spec.trust is not None
+            behaviour_C = chunk.behaviour_logprob_C[keep_C]
+            value_C = divergence.policy_gradient(logp_C, logq_C, behaviour_C, spec.trust, spec.max_log_ratio)
+    return torch.full_like(coef_C, torch.nan).masked_scatter(keep_C, value_C)
+
+
+def _describe_teacher(
+    out: ChunkOutput, chunk: ChunkInput, signal: Signal, logp_CV: Tensor, logq_CV: Tensor | None
+) -> None:
+    """Fills agreement and the teacher's log-probability of the sampled token, where the signal tells them."""
+    if logq_CV is not None:
+        out.agree_C = (logp_CV.argmax(-1) == logq_CV.argmax(-1)).to(chunk.dtype)
+    elif signal.ids_NK is not None and signal.logprobs_NK is not None:
+        top_C = _pick(signal.ids_NK, signal.logprobs_NK.argmax(-1))
+        out.agree_C = (logp_CV.argmax(-1) == top_C).to(chunk.dtype)
+    if chunk.labels_C is not None:
+        out.teacher_logprob_C = _label_logprob(chunk.labels_C, signal, logq_CV)
+
+
+def _label_logprob(labels_C: Tensor, signal: Signal, logq_CV: Tensor | None) -> Tensor:
+    """The signal's log-probability of the sampled token, [C]."""
+    if logq_CV is not None:
+        return _pick(logq_CV, labels_C)
+    if signal.logprob_N is not None:
+        return signal.logprob_N
+    assert signal.ids_NK is not None and signal.logprobs_NK is not None
+    slot_C = (signal.ids_NK == labels_C[:, None]).to(torch.int8).argmax(-1)
+    return _pick(signal.logprobs_NK, slot_C)
 
 
 def _pick(value_CV: Tensor, labels_C: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Reverse KL over the full vocabulary with its gradient written by hand: the hot path of the head.
 
-Two functions that a compiler fuses into a few passes over the logits; nothing is saved for autograd. With
-p = softmax(s), q = softmax(t), d = log p - log q:
+Two passes over the logits, in plain torch here and as Triton kernels (``dense_triton``) on a GPU; nothing is saved for
+autograd. With p = softmax(s), q = softmax(t), d = log p - log q:
 
-    KL(p || q)    = sum_v p (expm1(-d) + d)       every term >= 0 (it is q - p + p d, and p, q both sum to one)
+    KL(p || q)    = sum_v p_v (expm1(-d_v) + d_v)     every term >= 0: it is q - p + p d, and p, q both sum to one
     dKL / ds_v    = p_v (d_v - sum_u p_u d_u)
 
 The first form keeps the digits of small divergences: rounding of the two normalisers cancels to first order, which in
@@ -14,19 +14,23 @@ Shape suffixes: C loss positions of one chunk, V vocabulary.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class DenseStats(NamedTuple):
-    """Per-position values of one chunk, all [C] in the dtype of the logits; nats."""
+class Norms(NamedTuple):
+    """What the first pass finds, [C] each in the dtype of the logits.
 
-    kl_C: Tensor
-    mean_d_C: Tensor
+    student_norm, teacher_norm: log-sum-exp of the logits; mean_d: sum p d, nats; entropy of the student, nats; agree: 1
+    where both have the same most probable token, else 0.
+    """
+
     student_norm_C: Tensor
     teacher_norm_C: Tensor
+    mean_d_C: Tensor
     entropy_C: Tensor
     agree_C: Tensor
 
@@ -37,34 +41,48 @@ def excess(d: Tensor) -> Tensor:
     return torch.where(d.abs() < 0.0625, series, torch.expm1(-d) + d)
 
 
-def reverse_kl_stats(student_CV: Tensor, teacher_CV: Tensor) -> DenseStats:
-    """KL(student || teacher) in nats and what its gradient needs, from logits."""
+def uses_triton(student_CV: Tensor) -> bool:
+    """Whether the kernels take this input: float32 on a CUDA device, with Triton installed."""
+    return student_CV.is_cuda and student_CV.dtype == torch.float32 and importlib.util.find_spec("triton") is not None
+
+
+def norms(student_CV: Tensor, teacher_CV: Tensor) -> Norms:
+    """First pass."""
+    if uses_triton(student_CV):
+        from verl_opsd.distill import dense_triton
+
+        return Norms(*dense_triton.norms(student_CV, teacher_CV))
     student_norm_C = torch.logsumexp(student_CV, dim=-1)
     teacher_norm_C = torch.logsumexp(teacher_CV, dim=-1)
     logp_CV = student_CV - student_norm_C[:, None]
-    logq_CV = teacher_CV - teacher_norm_C[:, None]
-    d_CV = logp_CV - logq_CV
     p_CV = torch.exp(logp_CV)
-    pd_CV = p_CV * d_CV
-    term_CV = torch.where(d_CV < -1, torch.exp(logq_CV) - p_CV + pd_CV, p_CV * excess(d_CV))
-    return DenseStats(
-        kl_C=term_CV.sum(-1),
-        mean_d_C=pd_CV.sum(-1),
+    return Norms(
         student_norm_C=student_norm_C,
         teacher_norm_C=teacher_norm_C,
+        mean_d_C=(p_CV * (student_CV - teacher_CV)).sum(-1) - (student_norm_C - teacher_norm_C),
         entropy_C=-(p_CV * logp_CV).sum(-1),
         agree_C=(student_CV.argmax(-1) == teacher_CV.argmax(-1)).to(student_CV.dtype),
     )
 
 
-def reverse_kl_grad(
-    student_CV: Tensor, teacher_CV: Tensor, stats: DenseStats, coef_C: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Gradient of ``sum_c coef_c * KL_c`` with respect to the student's logits, [C, V] in ``dtype``.
+def kl_and_grad(
+    student_CV: Tensor, teacher_CV: Tensor, norms: Norms, coef_C: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Second pass: KL(student || teacher), [C], nats; and the gradient of ``sum_c coef_c KL_c`` with respect to the
+    student's logits, [C, V] in ``dtype``, or None without coefficients.
 
-    A row of coefficient 0 is exactly 0, whatever its logits hold.
+    A row of coefficient 0 has gradient exactly 0, whatever its logits hold.
     """
-    logp_CV = student_CV - stats.student_norm_C[:, None]
-    d_CV = logp_CV - (teacher_CV - stats.teacher_norm_C[:, None])
-    grad_CV = coef_C[:, None] * torch.exp(logp_CV) * (d_CV - stats.mean_d_C[:, None])
-    return torch.where(coef_C[:, None] == 0, 0.0, grad_CV).to(dtype)
+    if uses_triton(student_CV):
+        from verl_opsd.distill import dense_triton
+
+        return dense_triton.kl_and_grad(student_CV, teacher_CV, *norms[:3], coef_C, dtype)
+    logp_CV = student_CV - norms.student_norm_C[:, None]
+    d_CV = logp_CV - (teacher_CV - norms.teacher_norm_C[:, None])
+    p_CV = torch.exp(logp_CV)
+    far_CV = torch.exp(logp_CV - d_CV) - p_CV + p_CV * d_CV
+    kl_C = torch.where(d_CV < -1, far_CV, p_CV * excess(d_CV.clamp_min(-1))).sum(-1)
+    if coef_C is None:
+        return kl_C, None
+    grad_CV = coef_C[:, None] * p_CV * (d_CV - norms.mean_d_C[:, None])
+    return kl_C, torch.where(coef_C[:, None] == 0, 0.0, grad_CV).to(dtype)

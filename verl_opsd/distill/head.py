@@ -4,8 +4,8 @@ It gathers the hidden states at the loss positions, and computes the divergence 
 one pass: no tensor of positions x vocabulary outlives a chunk. Installed by a class swap, so the name, tying,
 sharding and checkpoints of the parameter, and adapters elsewhere, stay as they are; without a task it is ``nn.Linear``.
 
-Shape suffixes: B batch, T sequence, N loss positions, C loss positions of one chunk, H hidden size (the teacher's may
-differ), V vocabulary. Log-probabilities and divergences are in nats.
+Shape suffixes: B batch, T sequence, M = B*T, N loss positions, C loss positions of one chunk, H hidden size (the teacher's
+may differ), V vocabulary. Log-probabilities and divergences are in nats.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from verl_opsd.distill import support
 from verl_opsd.distill.chunk import ChunkInput, ChunkOutput, chunk_loss
 from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.signal import Signal
@@ -65,7 +66,6 @@ class HeadTask:
         chunk: loss positions per chunk.
         behaviour_logprob_N: float32 log-probabilities of the sampled tokens under the policy that sampled them; for the
             policy-gradient form only.
-        compile: whether the elementwise work of the default loss goes through ``torch.compile``.
         result: filled by the forward of a ``loss`` task.
     """
 
@@ -78,9 +78,8 @@ class HeadTask:
     anchor: Signal | None = None
     anchor_coef_N: Tensor | None = None
     loss: LossSpec = field(default_factory=LossSpec)
-    chunk: int = 1024
+    chunk: int = 256
     behaviour_logprob_N: Tensor | None = None
-    compile: bool = False
     result: HeadResult | None = None
 
     def check(self, weight_VH: Tensor) -> None:
@@ -102,16 +101,10 @@ class HeadTask:
             value = getattr(self, name)
             if value is not None and tuple(value.shape) != (n,):
                 _refuse(f"{name} of shape {tuple(value.shape)} for {n} loss positions", f"{name} has one entry each")
-        for name, signal, coef in (
-            ("teacher", self.teacher, self.coef_N),
-            ("anchor", self.anchor, self.anchor_coef_N),
-        ):
-            if (signal is None) != (coef is None):
-                _refuse(f"{name} with a signal or coefficients only", "a signal and its coefficients come together")
+        for name, signal in (("teacher", self.teacher), ("anchor", self.anchor)):
             if signal is not None and len(signal) != n:
                 _refuse(f"{name} signal at {len(signal)} of {n} loss positions", "a signal has one entry a position")
-        if self.teacher is None and self.anchor is None:
-            _refuse("a loss task with neither teacher nor anchor", "there is nothing to measure a divergence from")
+        self._check_loss()
         if self.teacher is not None and self.teacher.form == "exact":
             own = self.teacher.head_id == "student"
             if own != (self.teacher_weight_VH is None):
@@ -122,15 +115,37 @@ class HeadTask:
         elif self.teacher_weight_VH is not None:
             _refuse("teacher_weight_VH without an exact teacher", "only hidden states need a vocabulary weight")
         if self.anchor is not None and self.anchor.head_id != "student":
-            _refuse(
-                f"anchor under head {self.anchor.head_id!r}", "the anchor is the student's own base: head 'student'"
-            )
+            _refuse(f"anchor under head {self.anchor.head_id!r}", "the anchor is the student's own base: 'student'")
         vocab = weight_VH.shape[0]
         if self.teacher_weight_VH is not None and self.teacher_weight_VH.shape[0] != vocab:
             _refuse(
                 f"teacher vocabulary of {self.teacher_weight_VH.shape[0]} entries, student of {vocab}",
                 "student and teacher share one vocabulary, entry by entry",
             )
+        if self.loss.support == "signal" and n:
+            assert self.teacher is not None and self.teacher.ids_NK is not None and self.labels_N is not None
+            support.check_ids(self.teacher.ids_NK, self.labels_N.to(self.teacher.ids_NK.device), vocab)
+
+    def _check_loss(self) -> None:
+        """The parts that the divergence needs are there, and no other."""
+        name, form = self.loss.divergence, self.teacher.form if self.teacher is not None else None
+        if (self.anchor is None) != (self.anchor_coef_N is None):
+            _refuse("an anchor with a signal or coefficients only", "a signal and its coefficients come together")
+        if name == "nll":
+            if self.teacher is not None or self.anchor is not None or self.coef_N is None:
+                _refuse("nll with a teacher or an anchor, or without coefficients", "nll takes labels and coefficients")
+        elif (self.teacher is None) != (self.coef_N is None):
+            _refuse("a teacher with a signal or coefficients only", "a signal and its coefficients come together")
+        elif self.teacher is None and self.anchor is None:
+            _refuse("a loss task with neither teacher nor anchor", "there is nothing to measure a divergence from")
+        if self.loss.needs_labels and self.labels_N is None:
+            _refuse(f"{name} with support {self.loss.support} without labels_N", "it needs the sampled tokens")
+        if (self.behaviour_logprob_N is not None) != (name == "policy_gradient"):
+            _refuse(f"behaviour_logprob_N and divergence {name}", "policy_gradient needs it, and nothing else uses it")
+        if (self.loss.support == "signal") != (form == "support" and not self.loss.sampled):
+            _refuse(f"support={self.loss.support} with a teacher signal of form {form}", "'signal' goes with that form")
+        if form == "sampled" and not self.loss.sampled:
+            _refuse(f"{name} from a sampled signal", "an analytic divergence needs an exact or a support signal")
 
 
 def _refuse(what: str, rule: str) -> None:
@@ -152,36 +167,41 @@ class LossPositionHead(nn.Linear):
         if task is None:
             return super().forward(x)
         task.check(self.weight)
-        hidden_NH = x.reshape(-1, x.shape[-1]).index_select(0, task.index_N)
-        # An empty slice, not 0 * x: it ties the output to the graph when N is 0 and stays finite when x is not.
-        alive = x.reshape(-1)[:0].sum()
         if task.kind == "score":
-            return (hidden_NH + alive)[None]
+            # An empty slice, not 0 * x: it keeps the graph alive when N is 0, and finite when x is not.
+            return (x.reshape(-1, x.shape[-1]).index_select(0, task.index_N) + x.reshape(-1)[:0].sum())[None]
+        return self._loss(x, task)
+
+    @torch.compiler.disable
+    def _loss(self, x: Tensor, task: HeadTask) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            loss, *values = _ChunkedLoss.apply(hidden_NH, self.weight, task, torch.is_grad_enabled())
+            flat_MH = x.reshape(-1, x.shape[-1])
+            loss, *values = _ChunkedLoss.apply(flat_MH, self.weight, task, torch.is_grad_enabled())
         task.result = HeadResult(**dict(zip((f.name for f in fields(HeadResult)), values, strict=True)))
-        return (loss + alive.to(loss.dtype)).reshape(1, 1, 1)
+        return loss.reshape(1, 1, 1)
 
 
 class _ChunkedLoss(torch.autograd.Function):
     """Sum over chunks of the weighted divergences; gradients are made in forward, and scaled in backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, task: HeadTask, grad_enabled: bool) -> Any:
+    def forward(ctx: Any, flat_MH: Tensor, weight_VH: Tensor, task: HeadTask, grad_enabled: bool) -> Any:
         need_hidden = grad_enabled and ctx.needs_input_grad[0]
         need_weight = grad_enabled and ctx.needs_input_grad[1]
-        n = hidden_NH.shape[0]
+        n = task.index_N.numel()
+        device = weight_VH.device
         dtype = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
         weight_VH = weight_VH.detach()
-        hidden_NH = hidden_NH.detach().to(weight_VH.dtype)
-        total = torch.zeros((), dtype=dtype, device=weight_VH.device)
+        total = torch.zeros((), dtype=dtype, device=device)
         names = [f.name for f in fields(HeadResult)]
-        values = {k: torch.full((n,), torch.nan, dtype=torch.float32, device=weight_VH.device) for k in names}
-        grad_hidden_NH = torch.zeros_like(hidden_NH) if need_hidden else None
+        values = {k: torch.full((n,), torch.nan, dtype=torch.float32, device=device) for k in names}
+        grad_hidden_NH = weight_VH.new_zeros(n, weight_VH.shape[1]) if need_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if need_weight else None
+        index_N = task.index_N.to(device)
         for start in range(0, n, task.chunk):
             rows = slice(start, min(start + task.chunk, n))
-            chunk = ChunkInput.cut(task, rows, hidden_NH, weight_VH, dtype, need_hidden or need_weight)
+            hidden_CH = flat_MH.index_select(0, index_N[rows]).to(weight_VH.dtype)
+            chunk = ChunkInput.cut(task, rows, hidden_CH, weight_VH, dtype, need_hidden or need_weight)
             out: ChunkOutput = chunk_loss(chunk, task.loss)
             total += out.loss
             for name in names:
@@ -195,10 +215,9 @@ class _ChunkedLoss(torch.autograd.Function):
             if grad_weight_VH is not None:
                 # 0 * NaN is NaN: a masked position's hidden state must not reach the weight's gradient.
                 used_C1 = (out.grad_CV != 0).any(-1, keepdim=True)
-                chunk_hidden_CH = torch.where(used_C1, hidden_NH[rows], 0.0)
-                grad_weight_VH += out.grad_CV.T @ chunk_hidden_CH
-        ctx.save_for_backward(grad_hidden_NH, grad_weight_VH)
-        ctx.weight_dtype = weight_VH.dtype
+                grad_weight_VH += out.grad_CV.T @ torch.where(used_C1, hidden_CH, 0.0)
+        ctx.save_for_backward(index_N, grad_hidden_NH, grad_weight_VH)
+        ctx.weight_dtype, ctx.flat_shape, ctx.flat_dtype = weight_VH.dtype, flat_MH.shape, flat_MH.dtype
         outputs = [values[k] for k in names]
         ctx.mark_non_differentiable(*outputs)
         return total, *outputs
@@ -206,12 +225,14 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
+        index_N, grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
+        grad_flat_MH = None
         if grad_hidden_NH is not None:
-            grad_hidden_NH = grad_hidden_NH * grad_loss.to(grad_hidden_NH.dtype)
+            grad_flat_MH = torch.zeros(ctx.flat_shape, dtype=ctx.flat_dtype, device=grad_hidden_NH.device)
+            grad_flat_MH.index_add_(0, index_N, (grad_hidden_NH * grad_loss).to(ctx.flat_dtype))
         if grad_weight_VH is not None:
             grad_weight_VH = (grad_weight_VH * grad_loss).to(ctx.weight_dtype)
-        return grad_hidden_NH, grad_weight_VH, None, None
+        return grad_flat_MH, grad_weight_VH, None, None
 
 
 def install_head(module: nn.Module) -> LossPositionHead:

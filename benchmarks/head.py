@@ -1,0 +1,135 @@
+"""Time and peak memory of the loss-position head: exact reverse KL over the full vocabulary, forward and backward.
+
+    python benchmarks/head.py [--chunk 256 512 1024] [--repeat 5]
+
+Compared with the same loss written in plain torch on full logits (eager), and with the three matrix products that nothing
+can avoid: student logits, teacher logits, gradient to the student's hidden states. Peak is above the inputs (hidden states
+and both vocabulary weights). Without a GPU a small shape runs, whose numbers say nothing about the full one.
+
+Shape suffixes: N loss positions, C of one chunk, S student and T teacher hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from verl_opsd.distill.head import HeadTask, LossPositionHead
+from verl_opsd.distill.signal import Signal
+
+GPU_SHAPE = {"n": 16384, "vocab": 248320, "student": 4096, "teacher": 5120}
+CPU_SHAPE = {"n": 512, "vocab": 8192, "student": 256, "teacher": 320}
+
+
+def measure(step: Callable[[], object], device: torch.device, repeat: int) -> tuple[float, float]:
+    """(median seconds, peak bytes above what was allocated before); one warm-up call. Bytes are NaN without a GPU."""
+    step()
+    seconds: list[float] = []
+    cuda = device.type == "cuda"
+    peak = float("nan")
+    if cuda:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(repeat):
+        start = time.perf_counter()
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    if cuda:
+        peak = torch.cuda.max_memory_allocated() - before
+    return statistics.median(seconds), peak
+
+
+def matmuls(hidden_NS: Tensor, teacher_NT: Tensor, weight_VS: Tensor, weight_VT: Tensor, chunk: int) -> None:
+    """The three products alone, in the dtype of the inputs, chunk by chunk into one buffer."""
+    logits_CV = hidden_NS.new_empty(chunk, weight_VS.shape[0])
+    grad_NS = torch.empty_like(hidden_NS)
+    for i in range(0, hidden_NS.shape[0], chunk):
+        rows = slice(i, i + chunk)
+        torch.mm(teacher_NT[rows], weight_VT.T, out=logits_CV)
+        torch.mm(hidden_NS[rows], weight_VS.T, out=logits_CV)
+        torch.mm(logits_CV, weight_VS, out=grad_NS[rows])
+
+
+def eager(hidden_NS: Tensor, teacher_NT: Tensor, weight_VS: Tensor, weight_VT: Tensor, coef_N: Tensor) -> None:
+    """The same loss as one would first write it: full logits, log_softmax, autograd."""
+    hidden_NS = hidden_NS.detach().requires_grad_()
+    with torch.no_grad():
+        logq_NV = torch.log_softmax((teacher_NT @ weight_VT.T).float(), dim=-1)
+    logp_NV = torch.log_softmax((hidden_NS @ weight_VS.T).float(), dim=-1)
+    (coef_N * (logp_NV.exp() * (logp_NV - logq_NV)).sum(-1)).sum().backward()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chunk", type=int, nargs="+", default=[256, 512, 1024])
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    shape = GPU_SHAPE if cuda else CPU_SHAPE
+    if not cuda:
+        print("no GPU here: a small shape on the CPU, to show that the script runs; no number below is a result")
+    n, vocab = shape["n"], shape["vocab"]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(rows: int, columns: int, scale: float) -> Tensor:
+        return (torch.randn(rows, columns, generator=generator, device=device) * scale).to(torch.bfloat16)
+
+    weight_VS, weight_VT = random(vocab, shape["student"], 0.02), random(vocab, shape["teacher"], 0.02)
+    hidden_NS, teacher_NT = random(n, shape["student"], 2.0), random(n, shape["teacher"], 2.0)
+    coef_N = torch.full((n,), 1.0 / n, device=device)
+    head = nn.Linear(shape["student"], vocab, bias=False, device="meta", dtype=torch.bfloat16)
+    head.weight = nn.Parameter(weight_VS, requires_grad=False)
+    head.__class__ = LossPositionHead
+    hidden_1NS = hidden_NS[None].requires_grad_()
+
+    def head_step(chunk: int) -> None:
+        head.task = HeadTask(
+            kind="loss",
+            index_N=torch.arange(n, device=device),
+            teacher=Signal(hidden_NH=teacher_NT, head_id="teacher"),
+            teacher_weight_VH=weight_VT,
+            coef_N=coef_N,
+            chunk=chunk,
+        )
+        hidden_1NS.grad = None
+        head(hidden_1NS).sum().backward()
+
+    name = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
+    print(f"{name}, torch {torch.__version__}: N={n} V={vocab} Hs={shape['student']} Ht={shape['teacher']} bf16")
+    print(f"{'':34} {'seconds':>9} {'x matmuls':>10} {'peak GB':>8}")
+    sizes = [c for c in (1024, 2048) if c <= n] or [n]
+    floor = min(
+        measure(lambda c=c: matmuls(hidden_NS, teacher_NT, weight_VS, weight_VT, c), device, args.repeat)[0]
+        for c in sizes
+    )
+
+    def row(label: str, step: Callable[[], object]) -> None:
+        try:
+            seconds, peak = measure(step, device, args.repeat)
+        except torch.OutOfMemoryError:
+            print(f"{label:34} {'out of memory':>29}", flush=True)
+            return
+        print(f"{label:34} {seconds:9.4f} {seconds / floor:10.2f} {peak / 1e9:8.2f}", flush=True)
+
+    print(f"{'three matmuls':34} {floor:9.4f} {1.0:10.2f}", flush=True)
+    for chunk in args.chunk:
+        row(f"head, chunk {chunk}", lambda c=chunk: head_step(c))
+    hidden_1NS.grad = None
+    row("full logits, autograd", lambda: eager(hidden_NS, teacher_NT, weight_VS, weight_VT, coef_N))
+    if not cuda:
+        print(f"process peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
+
+
+if __name__ == "__main__":
+    main()
