@@ -395,7 +395,6 @@ class OpsdEngine(FSDPEngineWithLMHead):
             anchor_coef_N=flat(batch, "opsd_anchor") * self.get_data_parallel_size() if loss_function.anchor else None,
             loss=loss_function.spec,
             chunk=loss_function.chunk,
-            compile=loss_function.compile,
         )
         if not loss_function.anchor and bool((flat(batch, "opsd_anchor") != 0).any()):
             raise OpsdError(

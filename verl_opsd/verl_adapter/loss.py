@@ -19,11 +19,9 @@ class OpsdLoss:
             switched off. ``initial``: a frozen copy of the trainable weights as they were when this loss was set.
         anchor: whether the divergence from the reference on the student's own ids is part of the loss; its coefficients are
             the rows' ``opsd_anchor``.
-        compile: whether the head's elementwise work goes through ``torch.compile``.
     """
 
     spec: LossSpec = field(default_factory=LossSpec)
-    chunk: int = 1024
+    chunk: int = 256
     reference: Literal["adapter_off", "initial"] = "adapter_off"
     anchor: bool = False
-    compile: bool = False
