@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
-from verl_opsd.distill.head import LossPositionHead
+from verl_opsd.distill.head import HeadTask, LossPositionHead
+from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.rows import padding_fields
-from verl_opsd.verl_adapter.engine import OpsdEngine, OpsdLoss
+from verl_opsd.verl_adapter.engine import OpsdEngine
+from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged
 
 #: Largest difference in nats between log-probabilities through the head and through the model's own logits.
@@ -61,7 +63,7 @@ def startup_checks(engine: OpsdEngine, loss: OpsdLoss) -> list[Check]:
     """All start-up checks of one engine; the same list on every rank. Takes seconds.
 
     head                  the output embeddings are the loss-position head
-    head_equals_logits    log-probabilities from its hidden states = the model's own logits (nats)
+    head_equals_logits    log-probabilities inside the head = the model's own logits; its loss comes back as it is (nats)
     layout                two sequences in one forward = each alone (relative); otherwise one row a forward, not fatal
     equal_forwards        ranks with different numbers of passes make the same number of forwards
     vocabulary            the tokenizer has no id that the head can't predict
@@ -92,14 +94,22 @@ def startup_checks(engine: OpsdEngine, loss: OpsdLoss) -> list[Check]:
 
 
 def _head_error(engine: OpsdEngine) -> float:
+    """Log-probabilities inside the head against the model's own logits; its loss against the sum of its values."""
     ids = torch.randint(engine.head.out_features, (19,), generator=torch.Generator().manual_seed(1))
-    every = torch.arange(len(ids))
+    inputs = TensorDict({k: jagged([v]) for k, v in (("input_ids", ids), ("position_ids", torch.arange(19)))}, batch_size=1)
+    tu.assign_non_tensor(inputs, temperature=1.0, use_remove_padding=engine.use_remove_padding)
+    device = get_device_id()
+    inputs, labels_N = inputs.to(device), ids[1:].to(device)
+    uniform = Signal(hidden_NH=torch.zeros(18, engine.head.in_features, device=device), head_id="student")
+    index_N, one_N = torch.arange(18, device=device), torch.ones(18, device=device)
+    task = HeadTask("loss", index_N, labels_N=labels_N, teacher=uniform, coef_N=one_N)
     with engine.frozen():
-        ours = torch.from_numpy(logprobs(engine, [ids.tolist()], [every.tolist()])[0])
-        inputs = TensorDict({"input_ids": jagged([ids]), "position_ids": jagged([every])}, batch_size=1)
-        tu.assign_non_tensor(inputs, temperature=1.0, use_remove_padding=engine.use_remove_padding)
-        theirs = engine.run(inputs.to(get_device_id())).float().log_softmax(-1)[0].cpu()
-    worst = (ours - theirs).abs().max().to(get_device_id())
+        loss = engine.run(inputs, task).sum()
+        logits_NV = engine.run(inputs)[0, :-1].float()
+    assert task.result is not None
+    theirs_N = logits_NV.log_softmax(-1).gather(-1, labels_N[:, None])[:, 0]
+    worst = (task.result.student_logprob_N - theirs_N).abs().max()
+    worst = torch.maximum(worst, (loss - task.result.divergence_N.sum()).abs() / 18)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst)
 

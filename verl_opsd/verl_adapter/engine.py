@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -29,10 +28,19 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_opsd.distill.head import HeadResult, HeadTask, LossPositionHead, install_head
-from verl_opsd.distill.loss import LossSpec
-from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
-from verl_opsd.verl_adapter.passes import Pass, group_passes, jagged, layout_index, own_passes, rows_of, view_passes
+from verl_opsd.verl_adapter.loss import OpsdLoss
+from verl_opsd.verl_adapter.passes import (
+    Pass,
+    flat,
+    group_passes,
+    jagged,
+    layout_index,
+    own_passes,
+    rows_of,
+    signal_of,
+    view_passes,
+)
 
 #: Largest relative difference of a hidden state between a sequence alone and beside another one, by compute dtype.
 LAYOUT_THRESHOLD = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -40,27 +48,6 @@ LAYOUT_THRESHOLD = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e
 TOKEN_VALUES = tuple(name.removesuffix("_N") for name in HeadResult.__dataclass_fields__)
 #: Row fields that a step reports beside them, so that the values can be grouped.
 ROW_VALUES = ("coef", "class", "turn")
-
-
-@dataclass(frozen=True)
-class OpsdLoss:
-    """The loss function that selects distillation; give it to verl's ``set_loss_fn``.
-
-    Attributes:
-        spec: divergence, support and data-dependent weights.
-        chunk: loss positions per chunk of the vocabulary head.
-        reference: weights of the self teacher and of the anchor. ``adapter_off``: the student's base, with its adapters
-            switched off. ``initial``: a frozen copy of the trainable weights as they were when this loss was set.
-        anchor: whether the divergence from the reference on the student's own ids is part of the loss; its coefficients are
-            the rows' ``opsd_anchor``.
-        compile: whether the head's elementwise work goes through ``torch.compile``.
-    """
-
-    spec: LossSpec = field(default_factory=LossSpec)
-    chunk: int = 1024
-    reference: Literal["adapter_off", "initial"] = "adapter_off"
-    anchor: bool = False
-    compile: bool = False
 
 
 @contextmanager
@@ -137,7 +124,7 @@ class OpsdEngine(FSDPEngineWithLMHead):
         return module
 
     def prepare(self, loss: OpsdLoss) -> None:
-        """Checks that this engine can train with ``loss`` and keeps what it needs; called again with the same loss it does nothing.
+        """Checks that this engine can train with ``loss`` and keeps what it needs; the same loss again does nothing.
 
         Raises:
             OpsdError: the engine can't give the reference that the loss names, or runs a forward that bypasses the head.
@@ -401,16 +388,15 @@ class OpsdEngine(FSDPEngineWithLMHead):
             kind="loss",
             index_N=layout_index([len(x) for x in ids], positions, packed),
             labels_N=torch.cat([x[p + 1] for x, p in zip(ids, positions, strict=True)]),
-            teacher=_signal(batch, "opsd_signal", counts, "student" if self._initial_head_VH is None else "initial"),
+            teacher=signal_of(batch, "opsd_signal", counts, "student" if self._initial_head_VH is None else "initial"),
             teacher_weight_VH=self._initial_head_VH,
-            coef_N=_flat(batch, "opsd_coef") * self.get_data_parallel_size(),
-            anchor=_signal(batch, "opsd_base", counts, "student") if loss_function.anchor else None,
-            anchor_coef_N=_flat(batch, "opsd_anchor") * self.get_data_parallel_size() if loss_function.anchor else None,
+            coef_N=flat(batch, "opsd_coef") * self.get_data_parallel_size(),
+            anchor=signal_of(batch, "opsd_base", counts, "student") if loss_function.anchor else None,
+            anchor_coef_N=flat(batch, "opsd_anchor") * self.get_data_parallel_size() if loss_function.anchor else None,
             loss=loss_function.spec,
             chunk=loss_function.chunk,
-            compile=loss_function.compile,
         )
-        if not loss_function.anchor and bool((_flat(batch, "opsd_anchor") != 0).any()):
+        if not loss_function.anchor and bool((flat(batch, "opsd_anchor") != 0).any()):
             raise OpsdError(
                 "rows with anchor coefficients under a loss without an anchor",
                 "a coefficient that is not used would vanish silently",
@@ -420,7 +406,7 @@ class OpsdEngine(FSDPEngineWithLMHead):
         assert task.result is not None
         values = {name: getattr(task.result, f"{name}_N") for name in TOKEN_VALUES}
         metrics = {f"opsd/{k}": v.tolist() for k, v in values.items()}
-        metrics |= {f"opsd/{k}": _flat(batch, f"opsd_{k}").tolist() for k in ROW_VALUES}
+        metrics |= {f"opsd/{k}": flat(batch, f"opsd_{k}").tolist() for k in ROW_VALUES}
         metrics["opsd/step"] = [self.optimizer_steps] * sum(counts)
         output = {"opsd_" + k: jagged(v.split(counts)) for k, v in values.items()} if forward_only else {}
         return loss, {"model_output": output, "loss": loss.detach().item(), "metrics": metrics}
@@ -446,25 +432,3 @@ class OpsdEngine(FSDPEngineWithLMHead):
         """verl's; afterwards the weights are no longer the initial ones."""
         self._moved = True
         super().load_checkpoint(*args, **kwargs)
-
-
-def _flat(batch: TensorDict, name: str) -> Tensor:
-    """A jagged field's rows, one after another."""
-    return torch.cat(list(batch[name].unbind()))
-
-
-def _signal(batch: TensorDict, name: str, counts: Sequence[int], head_id: str) -> Signal:
-    if name not in batch.keys():  # noqa: SIM118
-        raise OpsdError(
-            f"micro-batch without {name}",
-            "rows are scored once, before the optimizer steps",
-            "train through OpsdTrainingWorker.train_mini_batch, or put the scored hidden states into the batch",
-        )
-    rows = batch[name].unbind()
-    if [len(r) for r in rows] != list(counts):
-        raise OpsdError(
-            f"{name} with {[len(r) for r in rows]} entries for {list(counts)} loss positions",
-            "a signal has one hidden state for each loss position of its row",
-            "score the rows that are trained on",
-        )
-    return Signal(hidden_NH=torch.cat(list(rows)), head_id=head_id)

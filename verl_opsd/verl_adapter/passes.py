@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.rows import FIELDS, check_row
 
@@ -38,7 +39,7 @@ def rows_of(data: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     Raises:
         OpsdError: a field is missing, or a row breaks ``tokens.rows``.
     """
-    missing = [k for k in ("input_ids", *FIELDS) if k not in data.keys()]  # noqa: SIM118  (a TensorDict has no __contains__ for str)
+    missing = [k for k in ("input_ids", *FIELDS) if k not in data]
     if missing:
         raise OpsdError(
             f"batch lacks the fields {missing}",
@@ -130,3 +131,33 @@ def layout_index(lengths: Sequence[int], positions: Sequence[Tensor], packed: bo
 def jagged(rows: Sequence[Tensor]) -> Tensor:
     """Ragged rows (the first dimension differs) as one jagged nested tensor, the form of verl's fields."""
     return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+
+def flat(batch: Mapping[str, Tensor], name: str) -> Tensor:
+    """A jagged field's rows, one after another."""
+    return torch.cat(list(batch[name].unbind()))
+
+
+def signal_of(batch: Mapping[str, Tensor], name: str, counts: Sequence[int], head_id: str) -> Signal:
+    """The exact signal of a micro-batch's loss positions from its field of hidden states.
+
+    Args:
+        counts: loss positions of each row.
+
+    Raises:
+        OpsdError: the field is missing or has another number of entries.
+    """
+    if name not in batch:
+        raise OpsdError(
+            f"micro-batch without {name}",
+            "rows are scored once, before the optimizer steps",
+            "train through OpsdTrainingWorker.train_mini_batch, or put the scored hidden states into the batch",
+        )
+    rows = batch[name].unbind()
+    if [len(r) for r in rows] != list(counts):
+        raise OpsdError(
+            f"{name} with {[len(r) for r in rows]} entries for {list(counts)} loss positions",
+            "a signal has one hidden state for each loss position of its row",
+            "score the rows that are trained on",
+        )
+    return Signal(hidden_NH=torch.cat(list(rows)), head_id=head_id)

@@ -16,7 +16,8 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter import checks
-from verl_opsd.verl_adapter.engine import OpsdEngine, OpsdLoss
+from verl_opsd.verl_adapter.engine import OpsdEngine
+from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged
 
 
@@ -47,8 +48,8 @@ class OpsdTrainingWorker(TrainingWorker):
     def train_mini_batch(self, data: TensorDict) -> TensorDict:
         """verl's loop over epochs and mini-batches, after scoring.
 
-        A batch that brings ``opsd_signal`` (a jagged field of hidden states [N_r, H] under the student's own head) is not scored;
-        all ranks must bring it or none.
+        A batch that brings ``opsd_signal`` (jagged hidden states [N_r, H] under the student's own head) is not scored; all
+        ranks must bring it or none.
 
         Returns:
             verl's metrics, and for each loss position, in one order, flat lists ``opsd/<value>`` (``engine.TOKEN_VALUES``,
@@ -65,7 +66,7 @@ class OpsdTrainingWorker(TrainingWorker):
     def _score(self, data: TensorDict, loss: OpsdLoss) -> None:
         wanted = {"opsd_signal": "view"} | ({"opsd_base": "own"} if loss.anchor else {})
         for name, source in wanted.items():
-            given = torch.tensor(int(name in data.keys()), device=get_device_id())  # noqa: SIM118
+            given = torch.tensor(int(name in data), device=get_device_id())
             dist.all_reduce(given, op=dist.ReduceOp.SUM)
             if int(given) == 0:
                 data[name] = jagged(self.engine.score(data, loss, source))

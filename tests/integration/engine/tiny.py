@@ -16,12 +16,19 @@ from verl.utils import tensordict_utils as tu
 
 V, H = 384, 48
 _COMMON: dict[str, Any] = dict(
-    vocab_size=V, hidden_size=H, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=12,
-    eos_token_id=1, pad_token_id=0, bos_token_id=None,
-)  # fmt: skip
+    vocab_size=V,
+    hidden_size=H,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=12,
+    eos_token_id=1,
+    pad_token_id=0,
+    bos_token_id=None,
+)
 _HYBRID: dict[str, Any] = dict(
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=12
-)  # fmt: skip
+)
 
 
 def make_models(root: Path) -> None:
@@ -72,7 +79,9 @@ def make_row(seed: int, loss_tokens: bool = True, per_turn: bool = False, brief:
         turn += [t] * len(reply)
         tokens = torch.cat([tokens, reply])
         ends.append(len(tokens))
-    privileged = torch.cat([tokens[:2], torch.randint(5, V, (brief,), generator=torch.Generator().manual_seed(seed + 9000)), tokens[2:]])
+    privileged = torch.cat(
+        [tokens[:2], torch.randint(5, V, (brief,), generator=torch.Generator().manual_seed(seed + 9000)), tokens[2:]]
+    )
     if not loss_tokens:
         position, turn = [], []
     pos, turns = torch.tensor(position, dtype=torch.int64), torch.tensor(turn, dtype=torch.int64)
@@ -105,9 +114,14 @@ def batch(rows: list[dict], packed: bool = True, micro: int = 2, dynamic: bool =
         {k: torch.nested.as_nested_tensor([r[k] for r in rows], layout=torch.jagged) for k in rows[0]}, batch_size=len(rows)
     )
     tu.assign_non_tensor(
-        data, use_remove_padding=packed, use_dynamic_bsz=dynamic, micro_batch_size_per_gpu=micro, max_token_len_per_gpu=90,
-        pad_token_id=0, **extra,
-    )  # fmt: skip
+        data,
+        use_remove_padding=packed,
+        use_dynamic_bsz=dynamic,
+        micro_batch_size_per_gpu=micro,
+        max_token_len_per_gpu=90,
+        pad_token_id=0,
+        **extra,
+    )
     return data
 
 
@@ -139,10 +153,14 @@ def eager(student: Any, teacher: Any, rows: list[dict], lora: bool) -> dict:
         with torch.no_grad():
             if lora:
                 with student.disable_adapter():
-                    other = [student(input_ids=p[None]).logits[0] for p in row["opsd_view_ids"].split(row["opsd_view_len"].tolist())]
+                    other = [
+                        student(input_ids=p[None]).logits[0] for p in row["opsd_view_ids"].split(row["opsd_view_len"].tolist())
+                    ]
                     base = student(input_ids=row["input_ids"][None]).logits[0]
             else:
-                other = [teacher(input_ids=p[None]).logits[0] for p in row["opsd_view_ids"].split(row["opsd_view_len"].tolist())]
+                other = [
+                    teacher(input_ids=p[None]).logits[0] for p in row["opsd_view_ids"].split(row["opsd_view_len"].tolist())
+                ]
                 base = own
         s = own[row["opsd_position"]].log_softmax(-1)
         t = torch.cat(other)[row["opsd_view_pos"]].log_softmax(-1)

@@ -1,0 +1,145 @@
+"""Cases about loss and gradient against the eager reference. See ``run.py``."""
+
+from __future__ import annotations
+
+import cpu_platform  # noqa: F401
+import torch
+import torch.distributed as dist
+from ranks import ADAPTER, INITIAL, MODELS, ROWS, WORLD, all_rows, build, compare, copy_into, mine, one_step, set_params
+from tiny import V, batch, eager, make_row, reference_model
+
+from verl_opsd.errors import OpsdError
+from verl_opsd.verl_adapter.engine import OpsdEngine
+from verl_opsd.verl_adapter.loss import OpsdLoss
+from verl_opsd.verl_adapter.passes import jagged
+
+
+def _parity(model: str, lora: bool) -> dict:
+    """All layouts of one model against one eager reference each."""
+    loss = ADAPTER if lora else INITIAL
+    out, want = {}, {}
+    student, teacher = reference_model(f"{MODELS}/{model}", lora), None if lora else reference_model(f"{MODELS}/{model}", False)
+    rows = all_rows()
+    empty = all_rows()
+    for i in range(ROWS // 2, ROWS):  # with 2 ranks: one rank has no loss position
+        empty[i] = make_row(100 + i, loss_tokens=False)
+    settings = [
+        ("packed1", dict(), dict(micro=1), rows),
+        ("packed2", dict(), dict(micro=2), rows),
+        ("dynamic", dict(), dict(dynamic=True), rows),
+        ("empty", dict(), dict(micro=1), empty),
+        ("padded", dict(packed=False), dict(micro=2, packed=False), rows),
+        ("checkpointed", dict(checkpointing=True), dict(micro=2), rows),
+        ("no_reshard", dict(reshard=False), dict(micro=1), rows),
+    ]
+    if WORLD == 1:
+        settings.append(("packed4", dict(), dict(micro=4), rows))
+    engines: dict[str, OpsdEngine] = {}
+    for name, build_with, batch_with, data_rows in settings:
+        key = str(build_with)
+        if key not in engines:
+            engines[key] = build(model, lora, **build_with)
+            engines[key].prepare(loss)
+            if not lora:  # the student moves away from the frozen copy
+                set_params(engines[key], "weight", 0.12, seed=8)
+        engine = engines[key]
+        kind = "empty" if data_rows is empty else "rows"
+        if kind not in want:
+            copy_into(student, engine)
+            want[kind] = eager(student, teacher, data_rows, lora)
+        got = one_step(engine, batch(mine(data_rows), **batch_with), loss)
+        out[name] = compare(got, want[kind], ordered=name != "dynamic")
+    return out
+
+
+def case_parity_lora_untied() -> dict:
+    return _parity("untied", True)
+
+
+def case_parity_lora_tied() -> dict:
+    return _parity("tied", True)
+
+
+def case_parity_full_untied() -> dict:
+    return _parity("untied", False)
+
+
+def case_parity_full_tied() -> dict:
+    return _parity("tied", False)
+
+
+def case_anchor() -> dict:
+    engine = build("untied")
+    rows = all_rows()
+    for i, row in enumerate(rows):
+        row["opsd_anchor"] = torch.rand(len(row["opsd_position"]), generator=torch.Generator().manual_seed(i)) / 10
+    student = reference_model(f"{MODELS}/untied", True)
+    copy_into(student, engine)
+    want = eager(student, None, rows, True)
+    anchored = OpsdLoss(chunk=4, anchor=True)
+    out = compare(one_step(engine, batch(mine(rows)), anchored), want)
+    try:
+        one_step(engine, batch(mine(rows)), ADAPTER)
+    except OpsdError as error:
+        out["refused"] = str(error)
+    return out
+
+
+def case_views() -> dict:
+    """Per turn = per branch without a brief; another brief gives another gradient."""
+    engine = build("untied")
+    turn = one_step(engine, batch(mine(all_rows(brief=0, per_turn=True))), ADAPTER)
+    branch = one_step(engine, batch(mine(all_rows(brief=0))), ADAPTER)
+    briefed_turn = one_step(engine, batch(mine(all_rows(per_turn=True))), ADAPTER)
+    briefed = one_step(engine, batch(mine(all_rows())), ADAPTER)
+    other = all_rows()
+    for row in other:
+        row["opsd_view_ids"][3] = (row["opsd_view_ids"][3] + 50) % V
+    changed = one_step(engine, batch(mine(other)), ADAPTER)
+
+    def difference(a: dict, b: dict) -> float:
+        return max(float((a["grads"][k] - g).norm() / g.norm()) for k, g in b["grads"].items())
+
+    def kl(a: dict, b: dict) -> float:
+        return max(abs(x - y) for x, y in zip(a["divergence"], b["divergence"], strict=True))
+
+    passes = {tuple(r["opsd_view_len"].tolist()) for r in all_rows(brief=0, per_turn=True)}
+    return {
+        "passes": min(len(p) for p in passes),
+        "kl": kl(turn, branch),
+        "grad": difference(turn, branch),
+        "briefed_kl": kl(briefed_turn, briefed),
+        "briefed_grad": difference(briefed_turn, briefed),
+        "brief_matters": difference(briefed, branch),
+        "changed": difference(changed, briefed),
+    }
+
+
+def case_masked() -> dict:
+    """Coefficient 0 everywhere; and NaN-free zeros at single positions are part of every parity case."""
+    engine = build("tied")
+    zero = one_step(engine, batch(mine(all_rows(coef=0.0))), ADAPTER)
+    rows = all_rows(coef=0.0)
+    rows[0]["opsd_coef"][0] = 1.0
+    one = one_step(engine, batch(mine(rows)), ADAPTER)
+    return {
+        "nonzero": sum(int((g != 0).sum()) for g in zero["grads"].values()),
+        "tensors": len(zero["grads"]),
+        "one": sum(int((g != 0).sum()) for g in one["grads"].values()),
+        "loss": zero["loss"],
+    }
+
+
+def case_one_against_two() -> dict:
+    """Compared between runs with 1 and 2 ranks by the test."""
+    engine = build("untied")
+    losses = []
+    data = batch(mine(all_rows()), temperature=1.0)
+    data["opsd_signal"] = jagged(engine.score(data, ADAPTER))
+    for _ in range(3):
+        with engine.train_mode():
+            out = engine.train_batch(data.clone(recurse=False), ADAPTER)
+        total = torch.tensor(sum(out["loss"]))
+        dist.all_reduce(total)
+        losses.append(float(total) / WORLD)
+    return {"losses": losses}

@@ -1,0 +1,322 @@
+"""What the ranks measured in ``cases_*.py`` (gloo, fp32, tiny random models), judged. One process group for each world size."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+BOTH = (
+    "parity_lora_untied",
+    "parity_full_tied",
+    "anchor",
+    "views",
+    "masked",
+    "one_against_two",
+    "state",
+    "uneven",
+    "control",
+    "checks",
+    "nonfinite",
+    "worker",
+    "remote",
+)
+CASES = {
+    1: (
+        *BOTH,
+        "parity_lora_tied",
+        "parity_full_untied",
+        "adapters_off",
+        "grouping",
+        "logprobs",
+        "hybrid",
+        "adapter_dtype",
+        "bf16",
+        "refusals",
+        "own_path",
+    ),
+    2: BOTH,
+}
+each_world = pytest.mark.parametrize("world", [1, 2])
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    code = f"import cpu_platform, pathlib, tiny; tiny.make_models(pathlib.Path({str(root)!r}))"
+    subprocess.run([sys.executable, "-c", code], cwd=HERE, check=True, capture_output=True, timeout=120)
+    return root
+
+
+@pytest.fixture(scope="session")
+def measured(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """``measured(world, case)``: numbers of rank 0; a world's processes run once, with all of its cases."""
+    done: dict[int, dict] = {}
+
+    def run(world: int) -> dict:
+        folder = tmp_path_factory.mktemp(f"world{world}")
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE.parents[2])}
+        ranks, logs = [], [folder / f"rank{r}.log" for r in range(world)]
+        for r in range(world):
+            command = [
+                sys.executable,
+                str(HERE / "run.py"),
+                str(r),
+                str(world),
+                str(port),
+                str(models),
+                str(folder / "out.json"),
+            ]
+            with logs[r].open("w") as log:
+                ranks.append(subprocess.Popen([*command, *CASES[world]], env=env, stdout=log, stderr=subprocess.STDOUT))
+        try:
+            for process in ranks:
+                process.wait(timeout=540)
+        finally:
+            for process in ranks:
+                process.kill()
+        out = json.loads((folder / "out.json").read_text())
+        out["log"] = "\n".join(log.read_text()[-3000:] for log in logs)
+        return out
+
+    def get(world: int, case: str) -> dict:
+        if world not in done:
+            done[world] = run(world)
+        assert case in done[world], done[world]["log"]
+        assert "traceback" not in done[world][case], done[world][case]["traceback"]
+        return done[world][case]
+
+    return get
+
+
+# ---- loss and gradient against eager full logits on the unsharded model -------------------------------------------------
+
+PARITY = [(w, c) for w in CASES for c in CASES[w] if c.startswith("parity")]
+
+
+@pytest.mark.parametrize(("world", "case"), PARITY)
+def test_parity(measured: Any, world: int, case: str) -> None:
+    layouts = {k: v for k, v in measured(world, case).items() if k != "seconds"}
+    assert len(layouts) >= 7
+    for name, found in layouts.items():
+        assert found["missing"] == [], name
+        assert found["mean"] > 0.1, name  # there is something to measure
+        assert found["loss"] < 1e-5 and found["divergence"] < 1e-5, (name, found)
+        assert found["grad"] < 1e-4, (name, found)
+
+
+@each_world
+def test_anchor_is_part_of_the_loss(measured: Any, world: int) -> None:
+    found = measured(world, "anchor")
+    assert found["loss"] < 1e-5 and found["grad"] < 1e-4 and found["missing"] == []
+    assert "would vanish silently" in found["refused"]
+
+
+def test_one_rank_equals_two(measured: Any) -> None:
+    one, two = (measured(w, "one_against_two")["losses"] for w in (1, 2))
+    assert one[0] != one[1] != one[2]
+    assert one == pytest.approx(two, abs=1e-5)
+
+
+@each_world
+def test_one_pass_a_turn_equals_one_pass_a_branch(measured: Any, world: int) -> None:
+    found = measured(world, "views")
+    assert found["passes"] >= 2
+    assert max(found["kl"], found["briefed_kl"]) < 1e-5
+    assert max(found["grad"], found["briefed_grad"]) < 1e-4
+
+
+@each_world
+def test_teacher_that_changes_changes_the_gradient(measured: Any, world: int) -> None:
+    found = measured(world, "views")
+    assert found["brief_matters"] > 0.1
+    assert found["changed"] > 0.1
+
+
+@each_world
+def test_masked_positions_have_no_gradient(measured: Any, world: int) -> None:
+    found = measured(world, "masked")
+    assert found["nonzero"] == 0 and found["loss"] == 0 and found["tensors"] == 42
+    assert found["one"] > 0
+
+
+# ---- scoring ------------------------------------------------------------------------------------------------------------
+
+
+@each_world
+@pytest.mark.parametrize("setting", ["lora", "lora_initial", "full", "full_no_reshard"])
+def test_scoring_leaves_no_trace(measured: Any, world: int, setting: str) -> None:
+    found = measured(world, "state")[setting]
+    assert found["teacher_unmoved"] == 0  # the trained weights moved in between
+    assert found["after"] and found["interrupted"] and found["after_error"]
+    first, second = found["norms"]  # scored just now, and from a kept signal
+    assert first > 1e-3 and first == pytest.approx(second, rel=1e-5)
+
+
+def test_adapters_off_is_the_base_and_touches_one_flag(measured: Any) -> None:
+    found = measured(1, "adapters_off")
+    assert found["error"] < 1e-4 < 0.1 < found["adapter"]
+    assert found["flags"]
+
+
+@each_world
+def test_uneven_passes_make_equal_forwards(measured: Any, world: int) -> None:
+    found = measured(world, "uneven")
+    assert len(found["passes"]) == world and (world == 1 or found["passes"][0] > found["passes"][1])
+    assert found["forwards"] == [max(found["passes"])] * world
+    assert all(all(ok) for ok in found["shapes"])
+
+
+@pytest.mark.parametrize("limit", ["tokens", "sequences"])
+def test_grouped_scoring_equals_one_at_a_time(measured: Any, limit: str) -> None:
+    found = measured(1, "grouping")[limit]
+    assert found["error"] < 1e-5
+    assert found["forwards"] < found["alone"]
+
+
+# ---- controls, checks, guards ---------------------------------------------------------------------------------------------
+
+
+@each_world
+@pytest.mark.parametrize("setting", ["lora", "full", "dynamic"])
+def test_identity_and_shifted_control(measured: Any, world: int, setting: str) -> None:
+    found = measured(world, "control")[setting]
+    assert found["rows"]
+    assert found["identity"]["mean"] <= 1e-6 and found["identity"]["max"] <= 1e-6 and found["agree"]["min"] == 1
+    assert found["shifted"]["mean"] > 1e-2
+    assert found["view_is_training"] < 1e-6  # adapters on, teacher's view: what a training step measures
+    assert found["grads"] == 0
+
+
+def test_logprobs_are_the_trained_models(measured: Any) -> None:
+    for name, found in measured(1, "logprobs").items():
+        if name != "seconds":
+            assert found["error"] < 1e-4 and found["dtype"] == "float32" and found["shapes"] == [[2, 384], [1, 384]]
+
+
+@each_world
+def test_checks_pass_on_a_sound_engine(measured: Any, world: int) -> None:
+    for name in ("untied", "tied"):
+        found = measured(world, "checks")[name]
+        assert found["required"] == "passed" and found["same"] == 1 and found["shares"]
+        assert all(c["passed"] for c in found.values() if isinstance(c, dict))
+    assert "adapters_bound" not in measured(world, "checks")["tied"]  # full-parameter
+    assert measured(world, "checks")["untied"]["adapters_bound"]["value"] == 42
+
+
+@each_world
+def test_layout_check_turns_packing_off(measured: Any, world: int) -> None:
+    found = measured(world, "checks")["hybrid"]
+    assert not found["layout"]["passed"] and found["layout"]["value"] > 100 * found["layout"]["threshold"]
+    assert not found["shares"] and "one row a forward" in found["layout"]["note"]
+    assert found["required"] == "passed"  # a recorded verdict, not a reason to stop
+
+
+@each_world
+def test_logits_changed_after_the_head_are_found(measured: Any, world: int) -> None:
+    found = measured(world, "checks")["granite"]
+    assert not found["head_equals_logits"]["passed"]
+    assert "head_equals_logits" in found["required"]
+
+
+def test_hybrid_is_right_one_row_a_forward(measured: Any) -> None:
+    found = measured(1, "hybrid")
+    for name in ("packed", "dynamic"):
+        assert found[name]["loss"] < 1e-5 and found[name]["grad"] < 1e-4
+    assert found["overruled"]["grad"] > 1e-2  # the fault that the check is there for
+
+
+@each_world
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_nonfinite_gradient_stops_every_rank_before_a_change(measured: Any, world: int, value: str) -> None:
+    found = measured(world, "nonfinite")[value]
+    assert len(found["raised"]) == world and all("gradient norm" in m for m in found["raised"])
+    assert all(found["unchanged"]) and found["steps"] == 0
+
+
+REFUSED = {
+    "fsdp1": "strategy=fsdp2",
+    "ulysses": "ulysses_sequence_parallel_size=1",
+    "lm_head": "leave lm_head out",
+    "fused": "use_fused_kernels=false",
+    "adapter_off": "reference=initial",
+    "anchor": "switch the anchor off",
+    "unscored": "train_mini_batch",
+    "other_length": "one hidden state",
+    "other_token": "is scored against",
+    "fields": "opsd_view_len",
+    "shift": "smaller shift",
+    "moved": "weights have moved",
+}
+
+
+@pytest.mark.parametrize("what", sorted(REFUSED))
+def test_refusals_name_the_way_out(measured: Any, what: str) -> None:
+    assert REFUSED[what] in measured(1, "refusals")[what]
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", ["bf16", "fp32"])
+def test_adapters_are_fp32_and_all_of_them_move(measured: Any, base: str) -> None:
+    found = measured(1, "adapter_dtype")[base]
+    assert found["base"] == {"bf16": "torch.bfloat16", "fp32": "torch.float32"}[base]
+    assert found["adapters"] == ["torch.float32"]
+    assert found["moved"] > 0.999  # at a learning rate of 1e-5; adapters in bf16 move by a few per cent
+    assert found["stats"] == {"tensors": 42, "dtypes": ["float32"], "max_abs_B": pytest.approx(found["max_abs_B"])}
+
+
+def test_bf16_compute_stays_near_fp32(measured: Any) -> None:
+    found = measured(1, "bf16")
+    assert found["mean"] > 0.1 and found["kl"] < 2e-2
+    assert found["cosine"] > 0.998
+
+
+def test_other_losses_take_verls_path(measured: Any) -> None:
+    found = measured(1, "own_path")
+    assert found["loss"] < 1e-5 and found["grad"] < 1e-4
+
+
+# ---- workers --------------------------------------------------------------------------------------------------------------
+
+
+@each_world
+def test_update_scores_once_for_all_epochs(measured: Any, world: int) -> None:
+    found = measured(world, "worker")
+    assert found["lengths"] == [2 * found["tokens"]]  # two epochs, every loss position, all ranks
+    assert found["flat"] and found["steps"] == [0, 1, 2, 3] and len(found["losses"]) == len(found["norms"]) == 4
+    assert found["weighted"] == pytest.approx(found["losses"][0], abs=1e-5)
+    # 8 rows, 2 a forward, split over ranks: 4 student forwards an epoch in all, and one scoring pass
+    assert found["forwards"] == [(8 + 4) // world] * world
+    assert found["given_forwards"] == [8 // world] * world
+    assert found["same"]
+
+
+def test_ranks_that_disagree_about_scoring_stop(measured: Any) -> None:
+    assert all("1 of 2 ranks" in m for m in measured(2, "worker")["disagree"])
+
+
+@each_world
+def test_loss_is_checked_when_it_is_set(measured: Any, world: int) -> None:
+    assert "lora_rank > 0" in measured(world, "worker")["set_loss"]
+
+
+@each_world
+def test_remote_methods(measured: Any, world: int) -> None:
+    found = measured(world, "remote")
+    assert found["engine"] == "OpsdEngine" and found["passed"]
+    assert found["stats"] == {"tensors": 42, "dtypes": ["float32"], "max_abs_B": 0.0}  # a fresh adapter
+    assert found["identity"]["max"] <= 1e-6 and found["shifted"]["mean"] > 1e-2
+    assert "opsd_control_teacher" in found["unnamed"]
+    assert found["logprobs"] == [[[2, 384]], *[[]] * (world - 1)]
