@@ -146,7 +146,7 @@ def grading_sandbox(
     """A grader's sandbox; afterwards its processes and files are gone.
 
     Raises:
-        InfraFault: ``grader_died``: the sandbox could not be started.
+        InfraFault: ``grader_died``: the sandbox could not be started, or its python is not the prepared one.
     """
     with tempfile.TemporaryDirectory(prefix="opsd-grade-") as folder:
         workspace, patch_dir = Path(folder, "workspace"), Path(folder, "patches")
@@ -169,7 +169,12 @@ def grading_sandbox(
         except InfraFault as fault:
             raise grading_fault("grader_died", str(fault)) from fault
         try:
-            yield GradingSandbox(sandbox, timeout_s, patch_dir, patches)
+            box = GradingSandbox(sandbox, timeout_s, patch_dir, patches)
+            python = box.exec("bash", "-c", "command -v python").output.strip()
+            if python != f"{prepared.python_prefix}/bin/python":
+                # Tests on another interpreter than the prepared one would be another measurement.
+                raise grading_fault("grader_died", f"python is {python!r}, not {prepared.python_prefix}/bin/python")
+            yield box
         finally:
             sandbox.close()
 
