@@ -1,6 +1,6 @@
 """The qualification table of a prepared task: for each feature, what its gold patch and the untouched base tree did.
 
-It lies in the prepared task's folder and names the hash of what was measured, so that it can't be used for another tree.
+It lies in the prepared task's folder and names the hash of the tree that was measured: it can't be used for another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from verl_opsd.errors import OpsdError
 
 @dataclass(frozen=True)
 class FeatureRow:
-    """One feature. ``gold_tests`` is the number of tests that pass with the gold patch; ``seconds`` is for both runs."""
+    """One feature. ``gold_tests``: tests that pass with the gold patch. ``seconds``: both runs together."""
 
     feature_id: int
     gold_passes: bool

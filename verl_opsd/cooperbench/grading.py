@@ -1,17 +1,17 @@
 """Grades a pair's patches with the ``cooperbench`` package's own merge and test procedure, in this project's sandbox.
 
 The package's ``eval.sandbox.test_merged`` decides what is merged and which suites run on it. What is ours: the sandbox
-behind it, how patches get into it (of any size, byte for byte), the limits, what counts as a pass, and telling faults of the
-infrastructure from failures of the code:
+behind it, how patches get into it (of any size, byte for byte), the limits, what counts as a pass, and telling faults
+of the infrastructure from failures of the code:
 
 - A **test run** past its limit is the merged code's doing: it is killed and the feature fails, with exit code 124.
-- Any **other step** past its limit, a sandbox that dies, and an error of the package are faults: :class:`InfraFault` of kind
-  ``grader_timeout`` or ``grader_died``, never a score.
-- A feature passes when the runner exits 0, pytest finished with a summary line, nothing failed, and at least as many tests
-  passed as with the gold patch (where the task is qualified).
+- Any **other step** past its limit, a sandbox that dies, and an error of the package are faults: :class:`InfraFault` of
+  kind ``grader_timeout`` or ``grader_died``, never a score.
+- A feature passes when the runner exits 0, pytest finished with a summary line, nothing failed, and at least as many
+  tests passed as with the gold patch (where the task is qualified).
 
-``Grade.merge`` is the harness's word. ``clean`` also covers a pair of which one or both handed in nothing: ``apply_status``
-tells these apart (``skipped``).
+``Grade.merge`` is the harness's word. ``clean`` also covers a pair of which one or both handed in nothing:
+``apply_status`` tells these apart (``skipped``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _RUNNER = "/usr/local/bin/runner.sh"
 _WRITE = re.compile(r"echo '[A-Za-z0-9+/=]*' \| base64 -d > /patches/([a-z0-9_.]+)")
 _SUMMARY = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]*s", re.MULTILINE)
 
-# The package reads a short string that is the name of a file as that file, and fails on one that is too long for a name.
+# The package takes a short string for a file's name if it can be one, and fails where it is too long for a name.
 _PREAMBLE = "".join(f"# patch of an agent, preamble line {n}\n" for n in range(20))
 
 
@@ -78,29 +78,31 @@ class _ExecResult:
 
 
 class GradingSandbox:
-    """A fresh copy of a task's base tree in a sandbox with ``/patches`` and the runner; what the package calls a sandbox.
+    """A fresh copy of a task's base tree with ``/patches`` and the runner; what the package calls a sandbox.
 
     Args:
-        patches: contents by name that replace what the package writes under these names: the agents' patches as they are.
+        patch_dir: the host's folder of ``/patches``.
+        patches: contents by name that replace what the package writes under these names: the agents' patches as is.
     """
 
-    def __init__(self, sandbox: Sandbox, timeout_s: float, patches: dict[str, bytes]):
-        self._sandbox, self._timeout_s, self._patches = sandbox, timeout_s, patches
+    def __init__(self, sandbox: Sandbox, timeout_s: float, patch_dir: Path, patches: dict[str, bytes]):
+        self._sandbox, self._timeout_s, self._patch_dir, self._patches = sandbox, timeout_s, patch_dir, patches
         self.fault: InfraFault | None = None
 
-    def write(self, name: str, content: bytes) -> _ExecResult:
-        """Writes ``/patches/<name>``; the content goes through standard input, as an argument holds at most 128 KiB."""
-        return self._step(["sh", "-c", f"cat > /patches/{name}"], content)
+    def write(self, name: str, content: bytes) -> None:
+        """Writes ``/patches/<name>``, of any size: from the host, before anything of the patches has run."""
+        (self._patch_dir / name).write_bytes(content)
 
     def exec(self, *args: str) -> _ExecResult:
         """Runs a command of the package, or the runner.
 
         Raises:
-            InfraFault: ``grader_died`` or ``grader_timeout``; also kept in ``fault``, as the package catches everything.
+            InfraFault: ``grader_died`` or ``grader_timeout``; kept in ``fault`` too, as the package catches all.
         """
         if write := _WRITE.fullmatch(args[-1]):
             name = write[1]
-            return self.write(name, self._patches.get(name, _echoed(args[-1])))
+            self.write(name, self._patches.get(name, base64.b64decode(args[-1].split("'")[1])))
+            return _ExecResult(0, "")
         if any(f"bash {_RUNNER}" in arg for arg in args):
             result = self._run(list(args), self._timeout_s)
             if result.timed_out:
@@ -116,23 +118,19 @@ class GradingSandbox:
     def terminate(self) -> None:
         """The sandbox is closed by whoever opened it."""
 
-    def _step(self, argv: list[str], stdin: bytes | None = None) -> _ExecResult:
-        result = self._run(argv, STEP_TIMEOUT_S, stdin)
+    def _step(self, argv: list[str]) -> _ExecResult:
+        result = self._run(argv, STEP_TIMEOUT_S)
         if result.timed_out:
             self.fault = grading_fault("grader_timeout", f"{argv} ran for {STEP_TIMEOUT_S:g} s")
             raise self.fault
         return _ExecResult(result.returncode, result.text)
 
-    def _run(self, argv: list[str], timeout_s: float, stdin: bytes | None = None) -> CommandResult:
+    def _run(self, argv: list[str], timeout_s: float) -> CommandResult:
         try:
-            return self._sandbox.run(argv, timeout_s=timeout_s, cwd=REPO_INSIDE, stdin=stdin)
+            return self._sandbox.run(argv, timeout_s=timeout_s, cwd=REPO_INSIDE)
         except InfraFault as fault:
             self.fault = grading_fault("grader_died", str(fault))
             raise self.fault from fault
-
-
-def _echoed(command: str) -> bytes:
-    return base64.b64decode(command.split("'")[1])
 
 
 @contextmanager
@@ -148,7 +146,7 @@ def grading_sandbox(
     """A grader's sandbox; afterwards its processes and files are gone.
 
     Raises:
-        InfraFault: ``grader_died``: the sandbox could not be started.
+        InfraFault: ``grader_died``: the sandbox could not be started, or its python is not the prepared one.
     """
     with tempfile.TemporaryDirectory(prefix="opsd-grade-") as folder:
         workspace, patch_dir = Path(folder, "workspace"), Path(folder, "patches")
@@ -171,7 +169,12 @@ def grading_sandbox(
         except InfraFault as fault:
             raise grading_fault("grader_died", str(fault)) from fault
         try:
-            yield GradingSandbox(sandbox, timeout_s, patches)
+            box = GradingSandbox(sandbox, timeout_s, patch_dir, patches)
+            python = box.exec("bash", "-c", "command -v python").output.strip()
+            if python != f"{prepared.python_prefix}/bin/python":
+                # Tests on another interpreter than the prepared one would be another measurement.
+                raise grading_fault("grader_died", f"python is {python!r}, not {prepared.python_prefix}/bin/python")
+            yield box
         finally:
             sandbox.close()
 
@@ -193,14 +196,14 @@ def grade_patch(
     Raises:
         InfraFault: see the module's text.
     """
-    task_dir = task.task_dir if isinstance(task, PairTask) else task
+    task_dir = (task.task_dir if isinstance(task, PairTask) else task).absolute()
     tests = (task_dir / f"feature{feature_id}" / "tests.patch").read_bytes()
     with grading_sandbox(
         prepared, task_dir.parents[1], {}, backend=backend, allow_unsafe=allow_unsafe, timeout_s=timeout_s
     ) as box:
-        for name, content in (("tests.patch", tests), ("feature.patch", None if patch is None else _bytes(patch))):
-            if content is not None and (written := box.write(name, content)).returncode:
-                raise grading_fault("grader_died", f"writing {name}: {written.output}")
+        box.write("tests.patch", tests)
+        if patch is not None:
+            box.write("feature.patch", _bytes(patch))
         result = box.run_tests("tests.patch", None if patch is None else "feature.patch")
     return feature_grade(feature_id, result.returncode, result.output, None)
 
@@ -282,8 +285,8 @@ def grade_pair(
     """Merges two patches and runs both features' hidden tests on the result. Thread-safe.
 
     Args:
-        patch1: of the first feature's agent, as ``git diff`` writes it; empty: nothing was handed in. Bytes that are not
-            UTF-8 may stand in it as ``surrogateescape`` leaves them.
+        patch1: of the first feature's agent, as ``git diff`` writes it; empty: nothing was handed in. Bytes that are
+            not UTF-8 may stand in it as ``surrogateescape`` leaves them.
         timeout_s: limit of each of the two test runs, seconds.
 
     Raises:

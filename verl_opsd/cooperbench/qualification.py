@@ -1,4 +1,4 @@
-"""Qualification: a feature gives reward only where its gold patch passes and the untouched base fails, on this machine."""
+"""Qualification: a feature gives reward only where, on this machine, its gold patch passes and the base fails."""
 
 from __future__ import annotations
 

@@ -148,7 +148,8 @@ def mount_args(spec: SandboxSpec, state: Path) -> list[str]:
     made: set[str] = set()
     for option, source, inside in binds:
         for parent in _parents(inside):
-            if parent not in made and not _below(parent, mounted):
+            own = any(parent.startswith(f"{top}/") for top in ("/tmp", HOME))  # below a mount of the sandbox's own files
+            if parent not in made and parent not in mounted and (own or not _below(parent, mounted)):
                 args += ["--perms", "0755", "--dir", parent]
                 made.add(parent)
         args += [option, source, inside]
