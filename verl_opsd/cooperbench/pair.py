@@ -1,4 +1,4 @@
-"""What one pair has on this host: a directory, a remote, a sandbox and a mailbox for each agent; and one agent's run in it."""
+"""What one pair has on this host (directory, remote, a sandbox and a mailbox for each agent), and one agent's run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cooperbench.agents.mini_swe_agent_v2.connectors import GitConnector
 from cooperbench.agents.mini_swe_agent_v2.connectors.messaging import MessagingConnector
@@ -19,7 +19,6 @@ from cooperbench.agents.mini_swe_agent_v2.connectors.messaging import MessagingC
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.agent import PairAgent
 from verl_opsd.cooperbench.environment import SandboxEnvironment
-from verl_opsd.cooperbench.stopping import PairStopped, RunGuard, StopSignal
 from verl_opsd.cooperbench.identity import coop_config
 from verl_opsd.cooperbench.messages import process_store
 from verl_opsd.cooperbench.model import ChatSession, GatewayModel
@@ -27,6 +26,7 @@ from verl_opsd.cooperbench.preflight import check_git, check_toolchain
 from verl_opsd.cooperbench.remote import GIT_TIMEOUT_S, PairRemote
 from verl_opsd.cooperbench.sandbox import make_sandbox
 from verl_opsd.cooperbench.sandbox.base import Sandbox, SandboxSpec
+from verl_opsd.cooperbench.stopping import PairStopped, RunGuard, StopSignal
 from verl_opsd.cooperbench.types import PairTask, PreparedTask
 from verl_opsd.errors import InfraFault
 from verl_opsd.tokens.records import AgentOutcome
@@ -119,7 +119,7 @@ class PairPlace:
         connector = GitConnector(agent_id, list(self.agents), self.remote.url(agent_id))
         try:
             with self._setup:  # both push `main`: at the same time one of the two is left without origin/main
-                connector.setup(env)
+                connector.setup(cast(Any, env))
         except RuntimeError as error:
             raise InfraFault(
                 "git_setup:connector",

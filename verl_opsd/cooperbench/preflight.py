@@ -1,4 +1,4 @@
-"""Checks through an agent's own execute path, before its first turn: what is broken here would look like a bad agent later."""
+"""Checks through an agent's own execute path, before its first turn: what is broken would look like a bad agent."""
 
 from __future__ import annotations
 
@@ -63,6 +63,6 @@ def check_git(env: SandboxEnvironment, agent_id: str, *, url: str, base_sha: str
             raise InfraFault(
                 f"git_setup:{name}",
                 f"{env.sandbox.spec.name}: `{command}` gives {found.get(name, '')[:500]!r}, expected {expected!r}",
-                "both agents start from the one base commit, without its upstream's history, with the pair's remote as origin",
+                "both agents start from the one base commit, without upstream's history, and the pair's remote is origin",
                 "prepare the task again; check that git works in the sandbox",
             )

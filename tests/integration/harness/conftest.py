@@ -41,8 +41,8 @@ Step = str | dict[str, Any] | BaseException | Callable[[], Any]
 
 @dataclass
 class Script:
-    """A session that answers with its steps in order: a command, a message, an error to raise, or an async function whose
-    result is one of these. ``seen`` keeps the messages of each call. Past the end it submits."""
+    """A session that answers with its steps in order: a command, a message, an error to raise, or an async function
+    whose result is one of these. ``seen`` keeps the messages of each call. Past the end it submits."""
 
     steps: Iterable[Step]
     seen: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -91,8 +91,8 @@ def play(prepared: PreparedTask, pair: PairTask, tmp_path: Path) -> Callable[...
         async def go() -> PairRun:
             with ThreadPoolExecutor(2) as executor:
                 return await run_pair(
-                    pair,
-                    prepared,
+                    options.pop("pair", pair),
+                    options.pop("prepared", prepared),
                     {"agent1": first, "agent2": second},
                     EvalContract(**settings),
                     work_dir=tmp_path / "work",
