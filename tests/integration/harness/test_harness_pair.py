@@ -7,12 +7,12 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+from scripted import PR, SUBMIT, Script
+
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.harness import run_pair
 from verl_opsd.cooperbench.messages import process_store
 from verl_opsd.tokens.gateway import ContextOverflow
-
-from .conftest import PR, SUBMIT, Script
 
 ONE = (  # what `git diff` says of a new file `one.txt` that holds "one\n"
     "diff --git a/one.txt b/one.txt\nnew file mode 100644\nindex 0000000..5626abf\n--- /dev/null\n+++ b/one.txt\n"
@@ -59,7 +59,7 @@ def test_agents_message_each_other_submit_and_see_only_their_own_feature(play, p
     assert (one.opened_pr, two.opened_pr, one.sent_messages, two.sent_messages) == (True, True, 1, 1)
     assert (one.steps, two.steps) == (len(first.seen), len(second.seen)) == (5, 4)
     received = [m["content"] for m in second.seen[-1] if m["content"].startswith("[Message from")]
-    assert received == ["[Message from agent1]: I take one.txt, and \"quotes\" too"]
+    assert received == ['[Message from agent1]: I take one.txt, and "quotes" too']
     assert "[Message from agent1]" not in str(first.seen[-1])
     assert "+one" in second.observations()[-1]
     assert "agent1\\twork" in first.observations()[-1]
@@ -93,7 +93,9 @@ def test_a_peer_that_left_is_not_waited_for_and_its_pushed_branch_counts_as_publ
     run = play(first, second)
     assert run.agents[0].patch == ONE and not run.agents[0].opened_pr
     assert "NOT delivered" in second.observations()[-1]
-    notes = [m["content"] for m in second.seen[-1] if "has completed their work" in m["content"] and m["role"] == "user"]
+    notes = [
+        m["content"] for m in second.seen[-1] if "has completed their work" in m["content"] and m["role"] == "user"
+    ]
     assert len(notes) == 1 and "Their submitted patch is on branch origin/agent1" in notes[0]
     assert run.agents[1].sent_messages == 0
 
@@ -167,9 +169,7 @@ def test_command_over_its_limit_is_killed_and_the_agent_is_told(play):
     play(first, Script([]), contract={"command_timeout_s": 1.0})
     killed = json.loads(first.observations()[0])
     assert killed["returncode"] == 124
-    assert killed["output"] == (
-        "before\n\n[cooperbench] command killed after 1s. Re-run it in a form that terminates."
-    )
+    assert killed["output"] == ("before\n\n[cooperbench] command killed after 1s. Re-run it in a form that terminates.")
     assert "none" in first.observations()[1]
 
 
@@ -188,7 +188,9 @@ def test_hostile_output_and_commands_are_answered(play):
 def test_a_command_that_would_lose_a_message_is_refused_whole(play):
     lossy = "send_message agent2 <<'MSG'\nfirst\nMSG\nsend_message agent2 \"second\"\ntouch ran"
     residue = 'touch ran; send_message agent2 "x"; touch ran'
-    first = Script([lossy, residue, 'send_message agent9 "x"', 'send_message agent2 "kept" && touch other', "ls", SUBMIT])
+    first = Script(
+        [lossy, residue, 'send_message agent9 "x"', 'send_message agent2 "kept" && touch other', "ls", SUBMIT]
+    )
     second = Script(["sleep 2"])
     run = play(first, second)
     seen = first.observations()

@@ -11,14 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from scripted import PR, Script
 
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.harness import run_pair
 from verl_opsd.cooperbench.messages import process_store
 from verl_opsd.cooperbench.sandbox import BubblewrapSandbox
 from verl_opsd.errors import InfraFault, OpsdError
-
-from .conftest import PR, Script
 
 ENGINE = InfraFault("engine_died", "turn 2", "an engine answers", "restart it")
 
