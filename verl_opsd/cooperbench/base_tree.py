@@ -1,7 +1,7 @@
 """Where a base tree comes from, and the one-commit git repository that agents start from.
 
 Both agents of a pair need the same base commit, and none may find the upstream's history or future in it. So a tree is
-exported without history and committed once, with a fixed author, date and settings: the same files give the same commit id.
+exported without history and committed once, with a fixed author, date and settings: same files, same commit id.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Source:
     """Where a base tree comes from.
 
     Attributes:
-        kind: ``tree`` (a folder as it is), ``pypi`` (source release), ``clone`` (a commit of a local clone) or ``git`` (a
-            commit of a repository's URL).
+        kind: ``tree`` (a folder as it is), ``pypi`` (source release), ``clone`` (a commit of a local clone) or ``git``
+            (a commit of a repository's URL).
         location: folder, package name or URL.
         revision: version or full commit id; empty for a folder.
         sha256: of the source release; empty: not checked.

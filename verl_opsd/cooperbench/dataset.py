@@ -1,4 +1,4 @@
-"""Tasks and pairs in CooperBench's layout: ``<dataset>/<repo>/task<N>/feature<K>/`` and ``<dataset>/subsets/<name>.json``."""
+"""Tasks and pairs in CooperBench's layout: ``<dataset>/<repo>/task<N>/feature<K>/`` and ``<dataset>/subsets/``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def discover(dataset_dir: Path) -> list[Task]:
         raise OpsdError(
             f"dataset {dataset_dir}: no task found",
             "a dataset holds <repo>/task<N>/feature<K>/ folders",
-            "give the folder that holds the repositories' folders, e.g. the pocket tasks' or a CooperBench checkout's dataset/",
+            "give the folder that holds the repositories' folders",
         )
     return sorted(tasks, key=lambda task: (task.repo, task.task_id))
 
@@ -71,8 +71,8 @@ def load_subset(name_or_path: str | Path, dataset_dir: Path = POCKET_DIR, *, spl
         split: stored in each pair.
 
     Raises:
-        OpsdError: unknown subset (the known ones are listed), malformed file, a task or feature that the dataset lacks, or
-            the same pair twice.
+        OpsdError: unknown subset (the known ones are listed), malformed file, a task or feature that the dataset lacks,
+            or the same pair twice.
     """
     from verl_opsd.cooperbench.recipes import near_benchmark
 
@@ -127,7 +127,7 @@ def load_subset(name_or_path: str | Path, dataset_dir: Path = POCKET_DIR, *, spl
 def assert_disjoint(
     train: Iterable[PairTask], evaluation: Iterable[PairTask], *, level: Literal["task", "repo"] = "repo"
 ) -> None:
-    """Refuses an evaluation set that shares a task (``level="task"``) or a repository (``"repo"``) with the training set.
+    """Refuses sets that share a task (``level="task"``) or a repository (``level="repo"``).
 
     Raises:
         OpsdError: naming everything that both hold.

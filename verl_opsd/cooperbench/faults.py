@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl_opsd.errors import InfraFault
 
-#: Kinds that grading raises. A test run that passes its time limit is no fault: the merged code hung, and the feature fails.
+#: Kinds that grading raises. A test run past its limit is no fault: the merged code hung, and the feature fails.
 GRADING_FAULTS = {
     "grader_died": "the sandbox of the grader ended, could not be started, or a step of the grader failed",
     "grader_timeout": "a step of the grader itself (git, copying), not a test run, ran past its limit",

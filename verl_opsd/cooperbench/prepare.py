@@ -7,8 +7,8 @@ Layout of the cache::
     tasks/<repo>/task<N>/<inputs' hash>/    base/ runner.sh files/ prepared.json (and qualification.json)
     tasks/<repo>/task<N>/current            the name of the folder in use
 
-A task's folder is written under a temporary name and renamed, and never changed again: whoever uses it is not disturbed by
-a later preparation. Concurrent preparations of one task wait for each other.
+A task's folder is written under a temporary name and renamed, and never changed again: whoever uses it is not disturbed
+by a later preparation. Concurrent preparations of one task wait for each other.
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ def prepare(task_dir: Path, source: str | None = None, cache_dir: Path | None = 
     return load_prepared(cache, repo, task_id)
 
 
+def is_prepared(cache_dir: Path, repo: str, task_id: int) -> bool:
+    """Whether :func:`prepare` made this task in this cache."""
+    return (Path(cache_dir) / "tasks" / repo / f"task{task_id}" / "current").is_file()
+
+
 def load_prepared(cache_dir: Path, repo: str, task_id: int) -> PreparedTask:
     """What the last :func:`prepare` of a task made.
 
@@ -77,7 +82,7 @@ def load_prepared(cache_dir: Path, repo: str, task_id: int) -> PreparedTask:
     """
     home = Path(cache_dir).absolute() / "tasks" / repo / f"task{task_id}"
     way_out = f"run: opsd tasks prepare --dataset DIR --repo {repo} --task {task_id} --cache-dir {cache_dir}"
-    if not (home / "current").is_file():
+    if not is_prepared(cache_dir, repo, task_id):
         raise OpsdError(
             f"task {repo}/task{task_id} is not prepared in {cache_dir}", "a task is prepared before it runs", way_out
         )
@@ -88,10 +93,7 @@ def load_prepared(cache_dir: Path, repo: str, task_id: int) -> PreparedTask:
         raise OpsdError(
             f"{python_prefix} is gone", f"{folder} needs this environment", f"delete {folder}, then {way_out}"
         )
-    interpreter = Path(sys.base_prefix).resolve()
     binds = [(folder / "files" / name, inside) for name, inside in data["ro_files"]]
-    if not interpreter.is_relative_to("/usr"):
-        binds.append((interpreter, str(interpreter)))
     return PreparedTask(
         repo=repo,
         task_id=task_id,
@@ -232,7 +234,7 @@ def own_packages(tree: Path) -> list[str]:
 
 
 def _assert_not_importable(packages: list[str], python_prefix: Path) -> None:
-    """Refuses an environment from which one of ``packages`` can be imported: tests would pass on another release's code."""
+    """Refuses an environment that holds one of ``packages``: tests would run on another release's code."""
     if not packages:
         raise OpsdError(
             f"base tree for {python_prefix}: no package found", "a base tree has a package", "check the source"

@@ -1,7 +1,7 @@
 """How a task is made ready: where its base tree comes from, what its tests need and how they are run.
 
-``recipes.json`` holds the recipes of the CooperBench tasks that a PyPI release can carry. A task without a recipe, such as the
-pocket tasks, brings its base tree along (``base/``) and its own ``runner.sh``.
+``recipes.json`` holds the recipes of the CooperBench tasks that a PyPI release can carry. A task without a recipe, such
+as the pocket tasks, brings its base tree along (``base/``) and its own ``runner.sh``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RUNNER_TEMPLATE = Path(__file__).parent / "runner_template.sh"
 
 @dataclass(frozen=True)
 class WheelFiles:
-    """Files out of a wheel: ``members`` is a pattern (``*`` also crosses folders), ``into`` the folder they are put in."""
+    """Files of a wheel: ``members`` is a pattern (``*`` also crosses folders), ``into`` the folder they go to."""
 
     wheel: str
     members: str

@@ -1,15 +1,85 @@
-"""Sandboxes: where agents' commands and hidden tests run."""
+"""Sandboxes: where agents' commands and hidden tests run, and what this host can give them."""
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 from verl_opsd.cooperbench.sandbox.base import CommandResult, Limits, Sandbox, SandboxSpec
 from verl_opsd.cooperbench.sandbox.bubblewrap import BubblewrapSandbox
+from verl_opsd.cooperbench.sandbox.cgroup import CONTROLLERS, find_cgroups
+from verl_opsd.cooperbench.sandbox.host import require_host, version_of
+from verl_opsd.cooperbench.sandbox.process import PlainProcessSandbox
 from verl_opsd.errors import OpsdError
 
-__all__ = ["BubblewrapSandbox", "CommandResult", "Limits", "Sandbox", "SandboxSpec", "make_sandbox"]
+__all__ = [
+    "BACKENDS",
+    "BubblewrapSandbox",
+    "CommandResult",
+    "Limits",
+    "PlainProcessSandbox",
+    "Sandbox",
+    "SandboxSpec",
+    "make_sandbox",
+    "sandbox_report",
+]
+
+BACKENDS = ("bubblewrap", "process")
+MIN_GIT = (2, 38)  # `git merge-tree --write-tree`, which the gh shim uses
 
 
 def make_sandbox(backend: str, spec: SandboxSpec, *, allow_unsafe: bool = False) -> Sandbox:
+    """Makes a sandbox; the caller closes it.
+
+    Args:
+        backend: ``bubblewrap``, or ``process`` (no isolation).
+        allow_unsafe: needed for ``process``, without effect on isolation that is there.
+
+    Raises:
+        OpsdError: unknown backend, ``process`` without ``allow_unsafe``, wrong paths, or a host that lacks something.
+        InfraFault: the sandbox does not start.
+    """
     if backend == "bubblewrap":
         return BubblewrapSandbox(spec)
-    raise OpsdError(f"sandbox backend {backend!r}", "known backends: bubblewrap", "choose one of them")
+    if backend == "process":
+        return PlainProcessSandbox(spec, allow_unsafe=allow_unsafe)
+    raise OpsdError(
+        f"sandbox backend {backend!r}",
+        "known backends: " + ", ".join(BACKENDS),
+        "use one of them",
+    )
+
+
+def sandbox_report() -> list[tuple[str, bool, str]]:
+    """What this host gives the bubblewrap sandbox: (name, ok, detail), by making one. For ``opsd doctor``."""
+    try:
+        require_host()
+    except OpsdError as error:
+        return [("sandbox programs", False, str(error))]
+    report = [("bubblewrap", True, ".".join(map(str, version_of("bwrap"))))]
+    host = find_cgroups()
+    fallback = {"memory": "RLIMIT_AS, for each process", "pids": "RLIMIT_NPROC, for the sandbox's user id"}
+    for name in CONTROLLERS:
+        if name in host.parents:
+            detail = f"version {host.versions[name]} below {host.parents[name]}"
+        else:
+            detail = f"none ({host.reasons[name]}); the limit is {fallback[name]}"
+        report.append((f"cgroup {name}", True, detail))
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            sandbox = BubblewrapSandbox(SandboxSpec("doctor", Path(directory)))
+        except OpsdError as error:
+            return [*report, ("sandbox starts", False, str(error))]
+        try:
+            report.append(("sandbox starts", True, "namespaces, mounts and the first command"))
+            uid = sandbox.run(["id", "-u"], timeout_s=10, cwd="/").text.strip()
+            report.append(("own user id", uid == str(sandbox.uid), f"commands run as {uid}"))
+            devices = sandbox.run(["cat", "/proc/net/dev"], timeout_s=10, cwd="/").text.splitlines()[2:]
+            names = [line.split(":")[0].strip() for line in devices]
+            report.append(("no network", names == ["lo"], f"interfaces inside: {', '.join(names)}"))
+            git = sandbox.run(["git", "--version"], timeout_s=10, cwd="/").text.strip()
+            numbers = tuple(int(part) for part in git.removeprefix("git version ").split(".")[:2] if part.isdigit())
+            report.append(("git inside", numbers >= MIN_GIT, f"{git}; {MIN_GIT[0]}.{MIN_GIT[1]} or later is needed"))
+        finally:
+            sandbox.close()
+    return report

@@ -1,7 +1,7 @@
 """What a sandbox is: the one protocol behind which agents' commands and hidden tests run.
 
-An outcome is one of four, never mixed up: the command failed (``returncode``), it ran past its limit (``timed_out``), the
-sandbox died, or the infrastructure can't be reached (both raise :class:`verl_opsd.errors.InfraFault`).
+An outcome is one of four, never mixed up: the command failed (``returncode``), it ran past its limit (``timed_out``),
+the sandbox died, or the infrastructure can't be reached (both raise :class:`verl_opsd.errors.InfraFault`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class SandboxSpec:
         rw_binds: (host path, path inside) pairs, writable. The host directory is handed to the sandbox's user.
         env: the whole environment of a command, on top of a minimal PATH, HOME and LANG; nothing else is inherited.
         limits: resource limits.
-        hidden: host paths that stay unreadable even where they lie below something visible (an installed data set below the
-            interpreter's prefix): an empty directory covers them. The ``verl_opsd`` package itself is always covered.
+        hidden: host paths that stay unreadable even where they lie below something visible (an installed data set below
+            the interpreter's prefix): an empty directory covers them. The ``verl_opsd`` package is always covered.
     """
 
     name: str

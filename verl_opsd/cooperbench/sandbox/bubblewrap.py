@@ -1,8 +1,8 @@
-"""The embedded default sandbox: each command in its own Linux namespaces, as a user id of its own, under resource limits.
+"""The embedded default sandbox: each command in its own Linux namespaces, as its own user id, under resource limits.
 
-A command sees a read-only system, its workspace and binds, and nothing else of the host: no network (not even a loopback
-that leads anywhere), no other processes, no home, no data set. Its whole tree is one process namespace, so ending the
-namespace's first process ends everything, whatever it forked, detached or ignored.
+A command sees a read-only system, its workspace and binds, and nothing else of the host: no network (its loopback leads
+nowhere), no other processes, no home, no data set. Its whole tree is one process namespace, so ending the namespace's
+first process ends everything, whatever it forked, detached or ignored.
 
 Between commands of one sandbox its files stay: workspace, /tmp, home, /usr/local/bin. Processes do not.
 """
@@ -19,7 +19,6 @@ import signal
 import subprocess
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 
 from verl_opsd.cooperbench.sandbox import cgroup, layout
@@ -29,6 +28,7 @@ from verl_opsd.cooperbench.sandbox.host import (
     SHARED_GID,
     Owner,
     UidLease,
+    cgroup_name,
     hand_over,
     make_state,
     processes_of,
@@ -37,15 +37,24 @@ from verl_opsd.cooperbench.sandbox.host import (
     remove_state,
     require_host,
 )
-from verl_opsd.cooperbench.sandbox.spawn import BoundedOutput, output_pipe, ready, spawn, stdin_fd, watch
-from verl_opsd.errors import InfraFault, OpsdError
+from verl_opsd.cooperbench.sandbox.spawn import (
+    TIMED_OUT,
+    BoundedOutput,
+    CannotStart,
+    encoded,
+    env_command,
+    output_pipe,
+    ready,
+    spawn,
+    stdin_fd,
+    watch,
+)
+from verl_opsd.errors import InfraFault
 
 START_WAIT_S = 30.0
 END_WAIT_S = 10.0
-TIMED_OUT = 124
-NOT_STARTED = 126
 _numbers = itertools.count()
-_open_sandboxes: weakref.WeakSet[BubblewrapSandbox] = weakref.WeakSet()
+_open_sandboxes: set[BubblewrapSandbox] = set()  # closed at exit
 
 
 class BubblewrapSandbox:
@@ -53,8 +62,8 @@ class BubblewrapSandbox:
 
     Memory and process limits hold for the sandbox as a whole where control groups can be created; otherwise the memory
     limit holds for each process (RLIMIT_AS) and the process limit for the sandbox's user id (RLIMIT_NPROC).
-    ``limit_source`` says which. A memory kill of the command gives ``returncode`` 137. A command that can't be started at
-    all (argument too long, NUL byte) gives 126, a program that is not there 127, a missing ``cwd`` 125, as in a shell.
+    ``limit_source`` says which. A memory kill of the command gives ``returncode`` 137. A command that can't be started
+    at all (argument too long, NUL byte) gives 126, a program that is not there 127, a missing ``cwd`` 125.
     /tmp, home and /usr/local/bin together hold a quarter of ``Limits.memory_bytes``.
 
     Raises:
@@ -80,9 +89,9 @@ class BubblewrapSandbox:
         try:
             self._state = make_state(self.label, spec.limits.memory_bytes // 4)
             host = cgroup.find_cgroups()
-            paths = dict.fromkeys(str(parent / self.label) for parent in host.parents.values())
-            (self._state / "cgroups").write_text("\n".join(paths))
-            self._cgroup = host.create(self.label, spec.limits.memory_bytes, spec.limits.processes)
+            group = cgroup_name(self.label)
+            (self._state / "cgroups").write_text("\n".join(str(parent / group) for parent in host.parents.values()))
+            self._cgroup = host.create(group, spec.limits.memory_bytes, spec.limits.processes)
             self.limit_source = {name: "cgroup" if name in host.parents else "rlimit" for name in cgroup.CONTROLLERS}
             layout.write_state(self._state, self.uid)
             hand_over(spec.workspace, self.uid, SHARED_GID, shared=False)
@@ -103,8 +112,8 @@ class BubblewrapSandbox:
             raise
 
     def _bwrap_args(self) -> bytes:
-        """The sandbox's part of bwrap's arguments, separated by NUL. They go through a descriptor, so that no command can
-        read host paths from its first process's command line."""
+        """The sandbox's part of bwrap's arguments, separated by NUL. They go through a descriptor, so that no command
+        can read host paths from its first process's command line."""
         assert self._state is not None
         args = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--hostname", "sandbox"]
         args += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv"]
@@ -114,20 +123,15 @@ class BubblewrapSandbox:
         return b"\0".join(arg.encode("utf-8", "surrogateescape") for arg in args) + b"\0"
 
     def _command(self, cwd: str, env: Mapping[str, str], argv: Sequence[str]) -> list[str]:
-        """What bwrap starts: limits, then the user, then (as that user) the environment and directory, then the program."""
+        """What bwrap starts: limits, then the user, then (as that user) the environment, directory and program."""
         limits = self.spec.limits
         rlimits = [f"--nproc={limits.processes}", f"--fsize={limits.file_bytes}", "--core=0"]
         if self.limit_source["memory"] == "rlimit":
             rlimits.append(f"--as={limits.memory_bytes}")
         user = [f"--reuid={self.uid}", f"--regid={SHARED_GID}", "--clear-groups", "--no-new-privs"]
         user += ["--bounding-set=-all", "--inh-caps=-all"]
-        variables = [f"{key}={value}" for key, value in env.items()]
-        return [
-            *(str(program("prlimit")), *rlimits),
-            *(str(program("setpriv")), *user),
-            *(str(program("env")), "--ignore-environment", f"--chdir={cwd}", "--", *variables),
-            *argv,
-        ]
+        prefix = [str(program("prlimit")), *rlimits, str(program("setpriv")), *user]
+        return [*prefix, *env_command(cwd, env, argv)]
 
     def run(
         self,
@@ -139,12 +143,6 @@ class BubblewrapSandbox:
         stdin: bytes | None = None,
     ) -> CommandResult:
         """See :meth:`verl_opsd.cooperbench.sandbox.base.Sandbox.run`."""
-        if not argv or "=" in argv[0]:
-            raise OpsdError(
-                f"sandbox {self.spec.name}: command {list(argv)!r}",
-                "a command has a program, and its name holds no '='",
-                'use ["bash", "-c", ...]',
-            )
         full_env = {**layout.BASE_ENV, **self.spec.env, **(env or {})}
         started = time.monotonic()
         with contextlib.ExitStack() as stack:
@@ -152,13 +150,12 @@ class BubblewrapSandbox:
             stack.callback(os.close, read_end)
             output = BoundedOutput(read_end, self.spec.limits.output_bytes)
             try:
-                command = [arg.encode("utf-8", "surrogateescape") for arg in self._command(cwd, full_env, argv)]
+                command = [encoded(arg) for arg in self._command(cwd, full_env, argv)]
                 tree = stack.enter_context(_Tree(self, command, stdin, write_end))
-            except (ValueError, OSError) as error:
-                if isinstance(error, OSError) and error.errno != 7:  # E2BIG
-                    raise self._fault("sandbox_unreachable", f"bwrap can't be started: {error}") from error
-                text = f"cannot start the command: {error}\n".encode("utf-8", "replace")
-                return CommandResult(NOT_STARTED, text, False, False, time.monotonic() - started)
+            except CannotStart as error:
+                return error.result(time.monotonic() - started)
+            except OSError as error:
+                raise self._fault("sandbox_unreachable", f"bwrap can't be started: {error}") from error
             finally:
                 os.close(write_end)
             self._admit(tree, output)
@@ -189,11 +186,12 @@ class BubblewrapSandbox:
                 output.drain()
                 raise self._fault("sandbox_unreachable", f"bwrap: {output.value().decode(errors='replace').strip()}")
             with self._lock:
-                if self._closed:
-                    raise self._fault("sandbox_died", "it is closed")
-                self._cgroup.add(tree.init_pid)
+                if self._closed or self._owner.pid != os.getpid():
+                    raise self._fault("sandbox_died", "it is closed, or another process's")
                 self._running.add(tree.init)
-            tree.release()
+                with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # it failed: there is no exit code then
+                    self._cgroup.add(tree.init_pid)
+                    tree.release()
         except OSError as error:
             raise self._fault("sandbox_died", f"its control group is gone: {error}") from error
 
@@ -211,7 +209,7 @@ class BubblewrapSandbox:
         Raises:
             InfraFault: ``sandbox_died`` when a process is still there after 10 seconds.
         """
-        if self._owner != Owner.current():
+        if self._owner.pid != os.getpid():
             return  # a forked copy: the sandbox is its parent's
         with self._lock:
             self._closed = True
@@ -235,6 +233,7 @@ class BubblewrapSandbox:
         remove_state(self._state)
         self._state = None
         self._lease.release()
+        _open_sandboxes.discard(self)
 
 
 def _kill(pidfd: int) -> None:
@@ -245,8 +244,8 @@ def _kill(pidfd: int) -> None:
 class _Tree:
     """One bwrap and what it starts. The command waits until ``release``.
 
-    bwrap reports its namespace's first process before that process starts anything. The kernel ends a process namespace's
-    first process last: once its pidfd is readable, nothing of the tree is left.
+    bwrap reports its namespace's first process before that process starts anything. The kernel ends that process last:
+    once its pidfd is readable, nothing of the tree is left.
     """
 
     def __init__(self, sandbox: BubblewrapSandbox, command: list[bytes], stdin: bytes | None, out: int):

@@ -131,7 +131,7 @@ def _own_path(controller: str) -> str:
 
 
 def _candidates(controller: str) -> list[tuple[int, Path]]:
-    """(version, directory) where a group may be creatable: below this process's own group first, so that limits above stay."""
+    """(version, directory) where a group may be creatable: first below our own, so that limits above hold."""
     out: list[tuple[int, Path]] = []
     for kind, mount, options in _mounts():
         if kind == "cgroup" and controller in options:

@@ -1,7 +1,7 @@
 """What the host gives a bubblewrap sandbox: programs, user ids, a state directory each, and the removal of stale ones.
 
-Everything that a sandbox keeps on the host lies below ``STATE_ROOT``: one size-limited tmpfs a sandbox (its /tmp, home and
-/usr/local/bin), named after the process that owns it, and one lock file a user id.
+Everything that a sandbox keeps on the host lies below ``STATE_ROOT``: one size-limited tmpfs a sandbox (its /tmp, home
+and /usr/local/bin), named after the process that owns it, and one lock file a user id.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from verl_opsd.cooperbench.sandbox.cgroup import Cgroup
 from verl_opsd.errors import InfraFault, OpsdError
 
+LOCAL_BIN = Path("/usr/local/bin")
 STATE_ROOT = Path("/run/opsd-sandbox")
 PREFIX = "opsd-sandbox"
 # 60578-61183 is left unused by Debian's and systemd's allocation of user ids, and fits a container's 65536 ids.
@@ -34,6 +35,7 @@ PROGRAMS = {
     "env": "coreutils",
     "git": "git",
 }
+SYSTEM_DIRECTORIES = ("/usr/bin", "/bin", "/usr/sbin", "/sbin")
 MIN_BWRAP = (0, 7)
 _reap_lock = threading.Lock()
 
@@ -44,7 +46,7 @@ def program(name: str) -> Path:
     Raises:
         OpsdError: it is not in a system directory.
     """
-    for directory in ("/usr/bin", "/bin", "/usr/sbin", "/sbin"):
+    for directory in SYSTEM_DIRECTORIES:
         path = Path(directory) / name
         if path.exists():
             return path
@@ -78,6 +80,8 @@ def require_host() -> None:
             "0.7 or later is needed (size-limited tmpfs)",
             "install a later bubblewrap (Debian 12 and Ubuntu 24.04 have one)",
         )
+    if not LOCAL_BIN.is_dir():
+        raise OpsdError(f"no {LOCAL_BIN}", "each sandbox has its own there", f"mkdir -p {LOCAL_BIN}")
     if os.geteuid() != 0:
         raise OpsdError(
             f"the bubblewrap sandbox is asked for by user id {os.geteuid()}",
@@ -149,6 +153,11 @@ class UidLease:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def cgroup_name(label: str) -> str:
+    """A sandbox's control group, by the sandbox's label."""
+    return f"{PREFIX}-{label}"
 
 
 def processes_of(uid: int) -> set[int]:
@@ -228,7 +237,8 @@ def reap_stale() -> list[str]:
             if owner and owner.is_dead():
                 groups = path / "cgroups"
                 if groups.exists():
-                    Cgroup(tuple(Path(line) for line in groups.read_text().splitlines())).remove()
+                    lines = (Path(line) for line in groups.read_text().splitlines())
+                    Cgroup(tuple(line for line in lines if line.name == cgroup_name(path.name))).remove()
                 remove_state(path)
                 removed.append(path.name)
     return removed
@@ -255,7 +265,7 @@ def hand_over(root: Path, uid: int, gid: int, *, shared: bool) -> None:
     """Gives a tree to a sandbox's user without following a symbolic link.
 
     Args:
-        shared: also writable for the group, so that several sandboxes (one user id each, one group for all) can write it.
+        shared: also writable for the group, so that several sandboxes (one user id each, one group for all) can write.
             Read-only files (git's objects) keep their mode.
     """
     for _, _, files, directory in os.fwalk(root, follow_symlinks=False):

@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 import verl_opsd
+from verl_opsd.cooperbench.sandbox import host
 from verl_opsd.cooperbench.sandbox.base import SandboxSpec
-from verl_opsd.cooperbench.sandbox.host import SHARED_GID
 from verl_opsd.errors import OpsdError
 
 HOME = "/home/agent"
 WORKSPACE = "/workspace"
 HOST_BIN = "/opt/host-bin"
-LOCAL_BIN = Path("/usr/local/bin")
+LOCAL_BIN = "/usr/local/bin"
 BASE_ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": HOME, "LANG": "C.UTF-8"}
 SHM_BYTES = 64 << 20
 RESERVED = (
@@ -29,14 +29,13 @@ RESERVED = (
     "/lib64",
     "/proc",
     "/sbin",
-    "/sys",
     "/tmp",
     "/usr",
     WORKSPACE,
     HOME,
 )
 
-# The repository that two agents share holds hooks and settings that either can write: hooks never run, wherever git runs.
+# The repository that two agents share holds hooks and settings that either can write: no hook runs by default.
 GITCONFIG = """\
 [safe]
 \tdirectory = *
@@ -62,9 +61,9 @@ def write_state(state: Path, uid: int) -> None:
     etc = state / "etc"
     etc.mkdir()
     (etc / "passwd").write_text(
-        f"root:x:0:0:root:/root:/usr/sbin/nologin\nagent:x:{uid}:{SHARED_GID}:agent:{HOME}:/bin/bash\n"
+        f"root:x:0:0:root:/root:/usr/sbin/nologin\nagent:x:{uid}:{host.SHARED_GID}:agent:{HOME}:/bin/bash\n"
     )
-    (etc / "group").write_text(f"root:x:0:\nagent:x:{SHARED_GID}:\n")
+    (etc / "group").write_text(f"root:x:0:\nagent:x:{host.SHARED_GID}:\n")
     (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
     (etc / "hosts").write_text("127.0.0.1 localhost sandbox\n")
     (etc / "gitconfig").write_text(GITCONFIG)
@@ -79,15 +78,14 @@ def write_state(state: Path, uid: int) -> None:
     for name, mode in (("home", 0o700), ("tmp", 0o1777), ("bin", 0o755)):
         (state / name).mkdir()
         (state / name).chmod(mode)
-        os.chown(state / name, uid, SHARED_GID)
+        os.chown(state / name, uid, host.SHARED_GID)
     _link_programs(state / "bin")
 
 
 def _link_programs(directory: Path) -> None:
-    """Links to what the host keeps in /usr/local/bin, which the sandbox's own directory covers; then this interpreter."""
-    if LOCAL_BIN.is_dir():
-        for path in LOCAL_BIN.iterdir():
-            (directory / path.name).symlink_to(f"{HOST_BIN}/{path.name}")
+    """Links to what the host keeps in /usr/local/bin, which the sandbox's own covers; and this interpreter."""
+    for path in host.LOCAL_BIN.iterdir():
+        (directory / path.name).symlink_to(f"{HOST_BIN}/{path.name}")
     python = interpreter_prefix() / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     for name in ("python3", "python"):
         if python.exists() and not (directory / name).is_symlink():
@@ -98,8 +96,8 @@ def check_binds(spec: SandboxSpec) -> None:
     """Checks paths before anything is created.
 
     Raises:
-        OpsdError: a missing host path, a path inside that is not absolute and plain, reserved or named twice, or a writable
-            host path that is a symbolic link (it may point anywhere by the time it is mounted).
+        OpsdError: a missing host path, a path inside that is not absolute and plain, reserved or named twice, or a
+            writable host path that is a symbolic link (it may point anywhere by the time it is mounted).
     """
     seen = set()
     for source, inside in ((spec.workspace, WORKSPACE), *spec.ro_binds, *spec.rw_binds):
@@ -121,7 +119,7 @@ def check_binds(spec: SandboxSpec) -> None:
         if Path(source).is_symlink() or not Path(source).is_dir():
             raise OpsdError(
                 f"sandbox {spec.name}: {source} is not a directory of its own",
-                "writable host paths are directories, not symbolic links: their whole tree is handed to the sandbox's user",
+                "writable host paths are directories, not links: their whole tree is handed to the sandbox's user",
                 "name the directory itself",
             )
 
@@ -135,7 +133,7 @@ def _below(path: str, roots: Iterable[str]) -> bool:
 
 
 def mount_args(spec: SandboxSpec, state: Path) -> list[str]:
-    """The mounts as ``bwrap`` arguments, parents before children. Parents get mode 0755: bwrap's own default is 0700."""
+    """The mounts as ``bwrap`` arguments, parents before children. Parents get mode 0755: bwrap's default is 0700."""
     args: list[str] = []
     system = ["/usr"]
     for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"):
@@ -147,9 +145,8 @@ def mount_args(spec: SandboxSpec, state: Path) -> list[str]:
     binds.append(("--ro-bind", str(state / "etc"), "/etc"))
     if os.path.isdir("/etc/alternatives"):
         binds.append(("--ro-bind", "/etc/alternatives", "/etc/alternatives"))
-    if LOCAL_BIN.is_dir():
-        binds.append(("--bind", str(state / "bin"), str(LOCAL_BIN)))
-        binds.append(("--ro-bind", str(LOCAL_BIN), HOST_BIN))
+    binds.append(("--bind", str(state / "bin"), LOCAL_BIN))
+    binds.append(("--ro-bind", str(host.LOCAL_BIN), HOST_BIN))
     prefix = interpreter_prefix()
     if not _below(str(prefix), system):
         binds.append(("--ro-bind", str(prefix.resolve()), str(prefix)))
@@ -165,7 +162,8 @@ def mount_args(spec: SandboxSpec, state: Path) -> list[str]:
     made: set[str] = set()
     for option, source, inside in binds:
         for parent in _parents(inside):
-            if parent not in made and not _below(parent, mounted):
+            own = any(parent.startswith(f"{top}/") for top in ("/tmp", HOME))  # below a mount of the sandbox's own files
+            if parent not in made and parent not in mounted and (own or not _below(parent, mounted)):
                 args += ["--perms", "0755", "--dir", parent]
                 made.add(parent)
         args += [option, source, inside]

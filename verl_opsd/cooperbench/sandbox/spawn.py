@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import queue
@@ -9,18 +10,62 @@ import select
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from verl_opsd.cooperbench.sandbox.base import CommandResult
+from verl_opsd.cooperbench.sandbox.host import program
+from verl_opsd.errors import OpsdError
+
 CHUNK_BYTES = 1 << 20
 DRAIN_READS = 16
+TIMED_OUT = 124
+NOT_STARTED = 126
+
+
+class CannotStart(Exception):
+    """No kernel can start this command: an argument too long, a NUL byte, a lone surrogate. Its writer is at fault: it is
+    a failed command, not a fault of the sandbox."""
+
+    def result(self, seconds: float) -> CommandResult:
+        text = f"cannot start the command: {self}\n".encode("utf-8", "backslashreplace")
+        return CommandResult(NOT_STARTED, text, False, False, seconds)
+
+
+def encoded(arg: str) -> bytes:
+    """An argument as the kernel takes it.
+
+    Raises:
+        CannotStart: it holds a NUL byte or is not text.
+    """
+    try:
+        data = arg.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise CannotStart(str(error)) from error
+    if b"\0" in data:
+        raise CannotStart("an argument holds a NUL byte")
+    return data
+
+
+def env_command(cwd: str, env: Mapping[str, str], argv: Sequence[str]) -> list[str]:
+    """The command line that enters a directory, sets exactly this environment and runs ``argv``.
+
+    Raises:
+        OpsdError: ``argv`` is empty or its program would read as a variable.
+    """
+    if not argv or "=" in argv[0]:
+        raise OpsdError(
+            f"command {list(argv)!r}", "a command has a program, and its name holds no '='", 'use ["bash", "-c", ...]'
+        )
+    variables = [f"{key}={value}" for key, value in env.items()]
+    return [str(program("env")), "--ignore-environment", f"--chdir={cwd}", "--", *variables, *argv]
 
 
 class _Spawner(threading.Thread):
     """Starts child processes from a thread that lives as long as the process.
 
-    ``bwrap --die-with-parent`` follows the spawning *thread*: a child of a pool's thread dies when the pool is shut down.
+    ``bwrap --die-with-parent`` follows the spawning *thread*: a pool thread's child dies when the pool is shut down.
     """
 
     def __init__(self) -> None:
@@ -53,19 +98,25 @@ def spawn(argv: Sequence[bytes | str], **options: Any) -> subprocess.Popen[bytes
     """``subprocess.Popen(argv, **options)``, from this process's spawner thread.
 
     Raises:
-        OSError, ValueError: what Popen raises.
+        CannotStart: the command line is longer than the kernel takes.
+        OSError: anything else that Popen raises.
     """
     with _spawners_lock:
         spawner = _spawners.get(os.getpid())
         if spawner is None:
             spawner = _spawners[os.getpid()] = _Spawner()
             spawner.start()
-    return spawner.spawn(argv, options)
+    try:
+        return spawner.spawn(argv, options)
+    except OSError as error:
+        if error.errno == errno.E2BIG:
+            raise CannotStart("the command line is too long") from error
+        raise
 
 
 class BoundedOutput:
-    """Reads a command's output pipe: keeps the first ``limit`` bytes, reads on and drops the rest, so that the writer never
-    blocks."""
+    """Reads a command's output pipe: keeps the first ``limit`` bytes, reads on and drops the rest, so that the writer
+    never blocks."""
 
     def __init__(self, fd: int, limit: int):
         self.fd, self._limit = fd, limit
@@ -99,8 +150,8 @@ class BoundedOutput:
 
 
 def output_pipe() -> tuple[int, int]:
-    """A pipe (read end, write end) that holds a megabyte where the system permits it, so that a flood of output costs few
-    wake-ups."""
+    """A pipe (read end, write end) that holds a megabyte where the system permits it, so that a flood of output costs
+    few wake-ups."""
     read_end, write_end = os.pipe()
     try:
         fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, CHUNK_BYTES)

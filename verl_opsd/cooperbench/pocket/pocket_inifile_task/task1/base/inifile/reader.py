@@ -6,7 +6,7 @@ class ParseError(ValueError):
 
 
 def parse(text):
-    """Settings of a text as ``{section: {key: value}}``; values are strings. Settings before the first section are in ``""``."""
+    """Settings of a text as ``{section: {key: value}}``; those before the first section are in ``""``."""
     sections = {}
     section = ""
     for number, raw in enumerate(text.splitlines(), 1):

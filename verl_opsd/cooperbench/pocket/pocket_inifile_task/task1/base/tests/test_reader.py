@@ -1,4 +1,5 @@
 import pytest
+
 from inifile.reader import ParseError, get, parse
 
 

@@ -1,0 +1,399 @@
+"""Attempts to get out of the sandbox. Each asserts on the host that the effect did not happen, not only what was printed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import verl_opsd
+from verl_opsd.cooperbench.sandbox.host import processes_of
+
+
+def bash(sandbox, script: str, timeout_s: float = 20, **options):
+    return sandbox.run(["bash", "-c", script], timeout_s=timeout_s, **options)
+
+
+def python(sandbox, script: str, timeout_s: float = 20, **options):
+    return sandbox.run(["python3", "-c", script], timeout_s=timeout_s, **options)
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file of the host's data set that anyone may read, with a text found nowhere else."""
+    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        parent.chmod(0o755)
+    path = tmp_path / "dataset" / "task1" / "feature1" / "gold.patch"
+    path.parent.mkdir(parents=True)
+    path.write_text(secrets.token_hex(16))
+    return path
+
+
+@pytest.fixture
+def canary() -> Iterator[subprocess.Popen]:
+    """A host process with a secret in its environment, which no attempt may read, trace or end."""
+    process = subprocess.Popen(["sleep", "600"], env={"CANARY_SECRET": "canary-secret-4f1e"})
+    yield process
+    assert process.poll() is None, "the canary was killed"
+    process.kill()
+    process.wait()
+
+
+READS = {
+    "its path": "cat {path}",
+    "search": "find / -name gold.patch -not -path '/proc/*' -exec cat {{}} +",
+    "first process's root": "cat /proc/1/root{path}; cat /proc/1/cwd{path}",
+    "any process's root": "for p in /proc/[0-9]*; do cat $p/root{path}; chroot $p/root cat {path}; done",
+    "parent directories": "cat ../../../../../../..{path}; cat /proc/self/cwd/../../../..{path}",
+    "host namespaces": "nsenter -t 1 -m cat {path}; nsenter -t 1 -a cat {path}; unshare -Urm nsenter -t 1 -m cat {path}",
+    "symbolic link in the workspace": "ln -s {path} link; cat link; ln -s / root; cat root{path}; cp -L link copy; cat copy",
+    "open descriptors": "for f in /proc/*/fd/*; do cat $f{path}; cat $f/..{path}; done",
+    "mounts again": "mkdir m; mount --bind / m; unshare -Urm sh -c 'umount -l /tmp /workspace /usr; cat {path}'; mount /dev/vda m; cat m{path}",
+    "own user namespace": "unshare -Ur cat {path}; unshare -Urmpf --mount-proc cat /proc/1/root{path}",
+    "handle of a file": "python3 -c \"import ctypes; l = ctypes.CDLL(None); print(l.open_by_handle_at(3, b'x' * 64, 0))\"; cat {path}",
+}
+
+
+@pytest.mark.parametrize("attempt", READS)
+def test_dataset_cannot_be_read(make, secret, attempt):
+    script = READS[attempt].format(path=secret)
+    sandbox = make()
+    result = bash(sandbox, script + "; true", timeout_s=60)
+    assert not result.timed_out
+    assert secret.read_text() not in result.text
+    control = subprocess.run(["bash", "-c", f"cat {secret}"], capture_output=True, text=True)
+    assert control.stdout == secret.read_text(), "the attempt must be able to succeed on the host"
+
+
+def test_own_package_and_hidden_paths_are_covered(make, secret):
+    """An installed package (with tasks, gold patches and tests) below something visible, such as a virtual environment."""
+    package = Path(verl_opsd.__file__).parent
+    dataset = secret.parents[2]
+    sandbox = make(ro_binds=((package.parent, "/venv"), (dataset.parent, "/data")), hidden=(dataset,))
+    result = bash(
+        sandbox, f"ls -A /venv/verl_opsd /data/dataset; cat /venv/verl_opsd/errors.py; cat /data/dataset/{secret.name}"
+    )
+    assert "OpsdError(" not in result.text and "task1" not in result.text and secret.read_text() not in result.text
+    assert "tests" in bash(sandbox, "ls /venv").text, "the rest is visible"
+
+
+def test_host_home_holds_the_interpreter_only(make):
+    home = Path.home()
+    marker = home / f".opsd-test-{secrets.token_hex(4)}"
+    marker.write_text("home secret")
+    try:
+        result = bash(make(), f"ls -A {home} /home /root; cat {marker}")
+        prefix = Path(sys.base_prefix)
+        allowed = {prefix.relative_to(home).parts[0]} if prefix.is_relative_to(home) else set()
+        listed = {
+            line for line in result.text.splitlines() if line and not line.endswith(":") and "No such file" not in line
+        }
+        assert listed <= allowed | {"agent"}
+        assert "home secret" not in result.text
+    finally:
+        marker.unlink()
+
+
+def test_shadow_and_host_users(make):
+    result = bash(make(), "cat /etc/shadow /etc/gshadow /etc/sudoers; cut -d: -f1 /etc/passwd; ls -A /etc")
+    assert "$" not in result.text.replace("$HOME", "") and ":*:" not in result.text
+    names = [line for line in result.text.splitlines() if line in ("root", "agent")]
+    assert names == ["root", "agent"]
+    assert not {"shadow", "ssh", "ssl", "hostname", "machine-id"} & set(result.text.split())
+
+
+@pytest.mark.parametrize("family", ["loopback", "own address", "abstract", "path"])
+def test_no_socket_of_the_host_is_reached(make, tmp_path, family):
+    if family in ("loopback", "own address"):
+        listener = socket.create_server(("0.0.0.0", 0))
+        port = listener.getsockname()[1]
+        host = "127.0.0.1" if family == "loopback" else socket.gethostbyname(socket.gethostname())
+        connect = f"s = socket.create_connection(({host!r}, {port}), 2)"
+    else:
+        listener = socket.socket(socket.AF_UNIX)
+        address = f"\0opsd-{secrets.token_hex(8)}" if family == "abstract" else str(tmp_path / "s.sock")
+        listener.bind(address)
+        listener.listen()
+        connect = f"s = socket.socket(socket.AF_UNIX); s.connect({address!r})"
+    with listener:
+        listener.settimeout(0.3)
+        result = python(make(), f"import socket\n{connect}\ns.send(b'x')")
+        assert result.returncode == 1 and "Error" in result.text
+        with pytest.raises(TimeoutError):
+            listener.accept()
+        subprocess.run([sys.executable, "-c", f"import socket\n{connect}\ns.send(b'x')"], check=True)
+        listener.accept()[0].close()
+
+
+def test_no_way_to_the_internet(make):
+    result = python(
+        make(), "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 53))"
+    )
+    assert "unreachable" in result.text
+
+
+def test_fork_bomb_is_bounded_and_gone(make):
+    sandbox = make(limits={"processes": 40})
+    peak, done = 0, threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        while not done.wait(0.05):
+            peak = max(peak, len(processes_of(sandbox.uid)))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    result = bash(sandbox, "b() { b | b & }; b; while :; do (sleep 1 &) ; done", timeout_s=2)
+    done.set()
+    sampler.join()
+    assert 5 <= peak <= 40
+    assert result.timed_out
+    assert processes_of(sandbox.uid) == set()
+    assert sandbox.run(["true"], timeout_s=5).returncode == 0
+
+
+def test_memory_cannot_be_filled(make):
+    sandbox = make(limits={"memory_bytes": 200 << 20})
+    assert python(sandbox, "x = bytearray(1 << 30)").returncode in (1, 137)
+    for where in ("/tmp", "~", "/usr/local/bin", "/dev/shm"):
+        result = bash(sandbox, f"head -c 1000000000 /dev/zero > {where}/fill; stat -c %s {where}/fill; rm {where}/fill")
+        assert "No space left" in result.text
+        assert int(result.text.split()[-1]) <= 64 << 20
+    assert bash(sandbox, "echo x > /fill; echo x > /dev/fill; ls /fill /dev/fill").returncode == 2
+
+
+def test_disk_cannot_be_filled_by_one_file(make):
+    sandbox = make(limits={"file_bytes": 10 << 20})
+    bash(
+        sandbox,
+        "dd if=/dev/zero of=a bs=1M count=100; truncate -s 10G b; fallocate -l 10G c; dd if=/dev/zero of=d bs=1 count=1 seek=20G",
+    )
+    sizes = {path.name: path.stat().st_size for path in (sandbox.spec.workspace / "repo").iterdir()}
+    assert sizes.get("a") == 10 << 20
+    assert max(sizes.values()) <= 10 << 20
+
+
+DETACH = {
+    "setsid": "setsid bash -c 'while :; do date +%N > beat; sleep 0.05; done' &",
+    "double fork": "( ( bash -c 'while :; do date +%N > beat; sleep 0.05; done' & ) & )",
+    "ignored signals": "trap '' TERM INT HUP QUIT PIPE; while :; do date +%N > beat; sleep 0.05; done &",
+    "nohup": "nohup bash -c 'while :; do date +%N > beat; sleep 0.05; done' > /dev/null 2>&1 &",
+    "own namespaces": "unshare -Urpf bash -c 'trap \"\" TERM; while :; do date +%N > beat; sleep 0.05; done' &",
+    "stopped": "(while :; do date +%N > beat; sleep 0.05; done) & bash -c 'kill -STOP $$' &",
+}
+
+
+@pytest.mark.parametrize("end", ["timeout", "exit"])
+@pytest.mark.parametrize("attempt", DETACH)
+def test_nothing_runs_on(make, attempt, end):
+    sandbox = make()
+    wait = "trap '' TERM; sleep 60; sleep 60" if end == "timeout" else "sleep 0.4"
+    result = bash(sandbox, f"{DETACH[attempt]}\n{wait}", timeout_s=0.6 if end == "timeout" else 10)
+    assert result.timed_out is (end == "timeout")
+    assert processes_of(sandbox.uid) == set()
+    beat = sandbox.spec.workspace / "repo" / "beat"
+    last = beat.stat().st_mtime_ns
+    time.sleep(0.25)
+    assert beat.stat().st_mtime_ns == last
+
+
+def test_parent_cannot_be_killed(make, canary):
+    sandbox = make()
+    pids = " ".join(map(str, (1, 2, os.getpid(), os.getppid(), canary.pid)))
+    result = bash(sandbox, f"kill -9 $PPID {pids}; kill -9 -1; kill -STOP 1; echo still here")
+    assert result.text.endswith("still here\n") and result.returncode == 0
+    assert canary.poll() is None
+    assert sandbox.run(["true"], timeout_s=5).returncode == 0
+
+
+def test_host_processes_cannot_be_traced(make, canary):
+    script = f"""
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+for pid in (1, {os.getpid()}, {canary.pid}):
+    print("attach", libc.ptrace(16, pid, 0, 0), libc.ptrace(0x4206, pid, 0, 0))
+    for name in ("mem", "environ", "maps", "root"):
+        try:
+            os.listdir(f"/proc/{{pid}}/root") if name == "root" else open(f"/proc/{{pid}}/{{name}}", "rb").read()
+            print("opened", pid, name)
+        except OSError:
+            pass
+"""
+    result = python(make(), script)
+    assert result.text.splitlines() == ["attach -1 -1"] * 3
+    assert "TracerPid:\t0" in Path(f"/proc/{canary.pid}/status").read_text()
+
+
+def test_no_environment_of_the_host_is_read(make, canary):
+    probe = "cat /proc/*/environ /proc/*/task/*/environ 2>/dev/null | tr '\\0' '\\n'; ps axeww"
+    result = bash(make(), probe)
+    assert "canary-secret" not in result.text
+    assert (
+        "canary-secret"
+        in subprocess.run(["bash", "-c", probe], capture_output=True, text=True, errors="replace").stdout
+    )
+
+
+def test_first_process_tells_no_host_path(make, tmp_path):
+    sandbox = make()
+    result = bash(sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' '\\n'; cat /proc/1/environ")
+    assert str(tmp_path) not in result.text and "/run/opsd-sandbox" not in result.text
+
+
+WRITES = {
+    "touch": "touch {target}",
+    "remount": "mount -o remount,rw {root}; touch {target}",
+    "remount bind": "mount -o remount,rw,bind {root} {root}; touch {target}",
+    "remount in a user namespace": "unshare -Urm bash -c 'mount -o remount,rw,bind {root}; mount -o remount,rw {root}; touch {target}'",
+    "unmount in a user namespace": "unshare -Urm bash -c 'umount -l {root}; mkdir -p {root}; touch {target}'",
+    "link": "ln -s {root} l; touch l/{name}; ln {root}/x y; rm -rf {root}/*",
+}
+
+
+@pytest.mark.parametrize("root", ["/usr", "prefix", "bind"])
+@pytest.mark.parametrize("attempt", WRITES)
+def test_system_is_not_written(make, tmp_path, attempt, root):
+    bound = tmp_path / "bound"
+    bound.mkdir()
+    (bound / "x").write_text("kept")
+    bound.chmod(0o777)
+    host = {"/usr": Path("/usr"), "prefix": Path(sys.base_prefix), "bind": bound}[root]
+    inside = "/bound" if root == "bind" else str(host)
+    name = f"opsd-{secrets.token_hex(8)}"
+    before = sorted(os.listdir(host))
+    bash(make(ro_binds=((bound, "/bound"),)), WRITES[attempt].format(root=inside, target=f"{inside}/{name}", name=name))
+    assert sorted(os.listdir(host)) == before
+    assert (bound / "x").read_text() == "kept"
+
+
+def test_no_device_can_be_made_or_opened(make):
+    sandbox = make()
+    device = os.stat("/").st_dev
+    major, minor = os.major(device), os.minor(device)
+    script = f"mknod d b {major} {minor}; mknod c c 1 1; unshare -Urm mknod e b {major} {minor}; cat /dev/mem /dev/kmsg /dev/vda /dev/sda"
+    result = bash(sandbox, script + "; ls /dev")
+    assert os.listdir(sandbox.spec.workspace / "repo") == []
+    assert {"null", "zero", "full", "random", "urandom", "tty"} <= set(result.text.split())
+    assert not {"mem", "kmsg", "vda", "sda", "kvm", "fuse"} & set(result.text.splitlines())
+
+
+def test_no_privilege_is_gained(make, tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir(mode=0o755)
+    shutil.copy(shutil.which("bash") or "/bin/bash", tools / "rootshell")
+    (tools / "rootshell").chmod(0o6755)
+    tmp_path.chmod(0o755)
+    sandbox = make(ro_binds=((tools, "/tools"),))
+    script = "/tools/rootshell -p -c 'id -u; id -ru'; python3 -c 'import os; os.setuid(0)'; python3 -c 'import os; os.setgid(0)'"
+    result = bash(
+        sandbox,
+        script + "; setpriv --reuid 0 id -u; su -c id; grep -E 'Cap(Eff|Prm|Bnd|Inh|Amb)|NoNewPrivs' /proc/self/status",
+    )
+    lines = result.text.splitlines()
+    assert lines[:2] == [str(sandbox.uid)] * 2
+    assert result.text.count("Operation not permitted") >= 3
+    capabilities = [line.split()[1] for line in lines if line.startswith("Cap")]
+    assert capabilities == ["0000000000000000"] * 5
+    assert "NoNewPrivs:\t1" in lines
+
+
+HOOKS = ("pre-receive", "update", "post-receive", "post-update", "reference-transaction", "pre-push", "post-checkout")
+
+
+@pytest.mark.parametrize("protected", [True, False])
+def test_a_hook_in_the_shared_repository_does_not_run(make, tmp_path, protected):
+    shared = tmp_path / "git"
+    shared.mkdir()
+    subprocess.run(["git", "init", "-q", "--bare", "-b", "main", shared / "repo.git"], check=True)
+    (shared / "repo.git" / "hooks").mkdir(exist_ok=True)
+    binds = (
+        tuple((shared / "repo.git" / part, f"/git/repo.git/{part}") for part in ("hooks", "config"))
+        if protected
+        else ()
+    )
+    first, second = (make(rw_binds=((shared, "/git"),), ro_binds=binds) for _ in range(2))
+    plant = "; ".join(f"printf '#!/bin/sh\\ntouch /git/ran\\n' > hooks/{hook}; chmod +x hooks/{hook}" for hook in HOOKS)
+    if protected:
+        plant += "; mkdir evil; cp hooks/* evil; git config core.hooksPath /git/repo.git/evil; git config core.fsmonitor 'touch /git/ran'"
+    bash(first, plant, cwd="/git/repo.git")
+    planted = [hook for hook in HOOKS if (shared / "repo.git" / "hooks" / hook).exists()]
+    assert planted == ([] if protected else list(HOOKS))
+    push = "git init -q . && git -c user.name=a -c user.email=b commit -q --allow-empty -m m && git push -q /git/repo.git HEAD:main"
+    result = bash(second, f"{push} && git ls-remote /git/repo.git main")
+    assert result.returncode == 0 and "refs/heads/main" in result.text, result.text
+    second.close()
+    assert not (shared / "ran").exists()
+
+
+def test_links_in_a_workspace_are_not_followed_by_the_host(make, secret):
+    """The next sandbox over the same workspace hands it over again: what links point to keeps its owner and mode."""
+    target = secret.parents[2]
+    before = [(path.stat().st_uid, path.stat().st_mode) for path in (target, secret)]
+    first = make()
+    shared = first.spec.workspace / "shared"
+    bash(
+        first,
+        f"mkdir ../shared; ln -s {secret} file; ln -s {target} dir; ln -s {secret} ../shared/f; ln -s {target} ../shared/d",
+    )
+    assert (first.spec.workspace / "repo" / "file").is_symlink() and (shared / "d").is_symlink()
+    first.close()
+    make(workspace=first.spec.workspace, rw_binds=((shared, "/shared"),))
+    assert [(path.stat().st_uid, path.stat().st_mode) for path in (target, secret)] == before
+
+
+def test_control_groups_cannot_be_changed(make):
+    sandbox = make(limits={"processes": 50})
+    limits = [
+        path / name for path in sandbox._cgroup.paths for name in ("pids.max", "memory.limit_in_bytes", "memory.max")
+    ]
+    before = {path: path.read_text() for path in limits if path.exists()}
+    assert before or sandbox.limit_source == {"memory": "rlimit", "pids": "rlimit"}
+    inner = "mount -t cgroup2 none m; mount -t cgroup -o pids none m; find m -name pids.max -exec sh -c 'echo max > {}' ';'; echo $$ > m/cgroup.procs"
+    bash(
+        sandbox,
+        f'mkdir m; {inner}; unshare -Urm bash -c "{inner}"; unshare -UrmC bash -c "{inner}"; ls /sys/fs/cgroup; ulimit -u 500',
+    )
+    assert {path: path.read_text() for path in before} == before
+
+
+@pytest.mark.parametrize("name", ["kernel/core_pattern", "kernel/modprobe", "vm/overcommit_memory", "kernel/hostname"])
+def test_kernel_settings_cannot_be_changed(make, name):
+    path = Path("/proc/sys") / name
+    before = path.read_text()
+    value = "'|/workspace/evil'" if "core" in name or "modprobe" in name else "1"
+    bash(
+        make(),
+        f'echo {value} > {path}; unshare -Urm bash -c "mount -o remount,rw /proc; echo {value} > {path}"; sysctl -w x=1',
+    )
+    assert path.read_text() == before
+
+
+def test_output_handed_to_another_sandbox_holds_nobody(make, tmp_path):
+    """A descriptor can be passed through a shared directory; the command that owned it still ends on time."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    first, second = (make(rw_binds=((shared, "/shared"),)) for _ in range(2))
+    receive = (
+        "import socket, time\ns = socket.socket(socket.AF_UNIX); s.bind('/shared/s'); s.listen(); c = s.accept()[0]\n"
+    )
+    receive += "fd = socket.recv_fds(c, 1, 1)[1]; c.send(b'k'); time.sleep(20)"
+    send = "import socket\ns = socket.socket(socket.AF_UNIX); s.connect('/shared/s'); socket.send_fds(s, [b'x'], [1]); s.recv(1)"
+    thread = threading.Thread(target=python, args=(second, receive), kwargs={"timeout_s": 4})
+    thread.start()
+    while not (shared / "s").exists():
+        time.sleep(0.02)
+    time.sleep(0.1)
+    started = time.monotonic()
+    result = python(first, send, timeout_s=15)
+    assert result.returncode == 0, result.text
+    assert time.monotonic() - started < 3
+    thread.join()

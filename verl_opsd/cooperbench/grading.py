@@ -1,0 +1,355 @@
+"""Grades a pair's patches with the ``cooperbench`` package's own merge and test procedure, in this project's sandbox.
+
+The package's ``eval.sandbox.test_merged`` decides what is merged and which suites run on it. What is ours: the sandbox
+behind it, how patches get into it (of any size, byte for byte), the limits, what counts as a pass, and telling faults
+of the infrastructure from failures of the code:
+
+- A **test run** past its limit is the merged code's doing: it is killed and the feature fails, with exit code 124.
+- Any **other step** past its limit, a sandbox that dies, and an error of the package are faults: :class:`InfraFault` of
+  kind ``grader_timeout`` or ``grader_died``, never a score.
+- A feature passes when the runner exits 0, pytest finished with a summary line, nothing failed, and at least as many
+  tests passed as with the gold patch (where the task is qualified).
+
+``Grade.merge`` is the harness's word. ``clean`` also covers a pair of which one or both handed in nothing:
+``apply_status`` tells these apart (``skipped``).
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verl_opsd.cooperbench.faults import grading_fault
+from verl_opsd.cooperbench.feature_table import gold_counts
+from verl_opsd.cooperbench.prepare import REPO_INSIDE
+from verl_opsd.cooperbench.sandbox import CommandResult, Sandbox, SandboxSpec, make_sandbox
+from verl_opsd.cooperbench.types import PairTask, PreparedTask
+from verl_opsd.errors import InfraFault, OpsdError
+from verl_opsd.tokens.records import FeatureGrade, Grade
+
+STEP_TIMEOUT_S = 120.0
+_RUNNER = "/usr/local/bin/runner.sh"
+_WRITE = re.compile(r"echo '[A-Za-z0-9+/=]*' \| base64 -d > /patches/([a-z0-9_.]+)")
+_SUMMARY = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]*s", re.MULTILINE)
+
+# The package takes a short string for a file's name if it can be one, and fails where it is too long for a name.
+_PREAMBLE = "".join(f"# patch of an agent, preamble line {n}\n" for n in range(20))
+
+
+def pytest_counts(output: str) -> tuple[int, int] | None:
+    """(passed, failed + errors) of pytest's last summary line; None where no session came to its end."""
+    summaries = _SUMMARY.findall(output)
+    if not summaries:
+        return None
+    counts = {word.removesuffix("s"): int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", summaries[-1])}
+    return counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0)
+
+
+def feature_grade(feature_id: int, exit_code: int | None, output: str, gold_count: int | None) -> FeatureGrade:
+    """Grade of one test run. ``exit_code`` None: the suite did not run. ``gold_count`` None: not known."""
+    passed, failed = pytest_counts(output) or (0, 0)
+    ok = exit_code == 0 and passed > 0 and failed == 0 and passed >= (gold_count or 0)
+    return FeatureGrade(feature_id, ok, passed, failed, exit_code, output)
+
+
+@dataclass(frozen=True)
+class _ExecResult:
+    """A command's result as the package reads it; stdout and stderr are one stream."""
+
+    returncode: int
+    output: str
+
+    def stdout_read(self) -> str:
+        return self.output
+
+    def stderr_read(self) -> str:
+        return ""
+
+
+class GradingSandbox:
+    """A fresh copy of a task's base tree with ``/patches`` and the runner; what the package calls a sandbox.
+
+    Args:
+        patch_dir: the host's folder of ``/patches``.
+        patches: contents by name that replace what the package writes under these names: the agents' patches as is.
+    """
+
+    def __init__(self, sandbox: Sandbox, timeout_s: float, patch_dir: Path, patches: dict[str, bytes]):
+        self._sandbox, self._timeout_s, self._patch_dir, self._patches = sandbox, timeout_s, patch_dir, patches
+        self.fault: InfraFault | None = None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes ``/patches/<name>``, of any size: from the host, before anything of the patches has run."""
+        (self._patch_dir / name).write_bytes(content)
+
+    def exec(self, *args: str) -> _ExecResult:
+        """Runs a command of the package, or the runner.
+
+        Raises:
+            InfraFault: ``grader_died`` or ``grader_timeout``; kept in ``fault`` too, as the package catches all.
+        """
+        if write := _WRITE.fullmatch(args[-1]):
+            name = write[1]
+            self.write(name, self._patches.get(name, base64.b64decode(args[-1].split("'")[1])))
+            return _ExecResult(0, "")
+        if any(f"bash {_RUNNER}" in arg for arg in args):
+            result = self._run(list(args), self._timeout_s)
+            if result.timed_out:
+                note = f"\nthe test run was killed after {self._timeout_s:g} s\n"
+                return _ExecResult(124, result.text + note)
+            return _ExecResult(result.returncode, result.text + ("\n(output cut)\n" if result.truncated else ""))
+        return self._step(list(args))
+
+    def run_tests(self, tests: str, feature: str | None) -> _ExecResult:
+        """Runs the runner on patches that were written before; ``feature`` None: the base tree with the tests alone."""
+        return self.exec("bash", "-c", f"bash {_RUNNER} {tests} {feature or ''}")
+
+    def terminate(self) -> None:
+        """The sandbox is closed by whoever opened it."""
+
+    def _step(self, argv: list[str]) -> _ExecResult:
+        result = self._run(argv, STEP_TIMEOUT_S)
+        if result.timed_out:
+            self.fault = grading_fault("grader_timeout", f"{argv} ran for {STEP_TIMEOUT_S:g} s")
+            raise self.fault
+        return _ExecResult(result.returncode, result.text)
+
+    def _run(self, argv: list[str], timeout_s: float) -> CommandResult:
+        try:
+            return self._sandbox.run(argv, timeout_s=timeout_s, cwd=REPO_INSIDE)
+        except InfraFault as fault:
+            self.fault = grading_fault("grader_died", str(fault))
+            raise self.fault from fault
+
+
+@contextmanager
+def grading_sandbox(
+    prepared: PreparedTask,
+    dataset_dir: Path,
+    patches: dict[str, bytes],
+    *,
+    backend: str,
+    allow_unsafe: bool,
+    timeout_s: float,
+) -> Iterator[GradingSandbox]:
+    """A grader's sandbox; afterwards its processes and files are gone.
+
+    Raises:
+        InfraFault: ``grader_died``: the sandbox could not be started, or its python is not the prepared one.
+    """
+    with tempfile.TemporaryDirectory(prefix="opsd-grade-") as folder:
+        workspace, patch_dir = Path(folder, "workspace"), Path(folder, "patches")
+        patch_dir.mkdir()
+        shutil.copytree(prepared.base, workspace / "repo", symlinks=True)
+        spec = SandboxSpec(
+            name=Path(folder).name,
+            workspace=workspace,
+            ro_binds=(
+                (prepared.runner, _RUNNER),
+                (prepared.python_prefix, str(prepared.python_prefix)),
+                *prepared.ro_binds,
+            ),
+            rw_binds=((patch_dir, "/patches"),),
+            env=prepared.env,
+            hidden=(dataset_dir,),
+        )
+        try:
+            sandbox = make_sandbox(backend, spec, allow_unsafe=allow_unsafe)
+        except InfraFault as fault:
+            raise grading_fault("grader_died", str(fault)) from fault
+        try:
+            box = GradingSandbox(sandbox, timeout_s, patch_dir, patches)
+            python = box.exec("bash", "-c", "command -v python").output.strip()
+            if python != f"{prepared.python_prefix}/bin/python":
+                # Tests on another interpreter than the prepared one would be another measurement.
+                raise grading_fault("grader_died", f"python is {python!r}, not {prepared.python_prefix}/bin/python")
+            yield box
+        finally:
+            sandbox.close()
+
+
+def grade_patch(
+    task: PairTask | Path,
+    feature_id: int,
+    prepared: PreparedTask,
+    patch: str | None,
+    *,
+    backend: str = "bubblewrap",
+    allow_unsafe: bool = False,
+    timeout_s: float = 120.0,
+) -> FeatureGrade:
+    """One feature's hidden tests on the base tree with one patch; ``patch=None``: on the untouched base tree.
+
+    ``task`` is a pair or a task folder. The gold count is not asked for here: this is what measures it.
+
+    Raises:
+        InfraFault: see the module's text.
+    """
+    task_dir = (task.task_dir if isinstance(task, PairTask) else task).absolute()
+    tests = (task_dir / f"feature{feature_id}" / "tests.patch").read_bytes()
+    with grading_sandbox(
+        prepared, task_dir.parents[1], {}, backend=backend, allow_unsafe=allow_unsafe, timeout_s=timeout_s
+    ) as box:
+        box.write("tests.patch", tests)
+        if patch is not None:
+            box.write("feature.patch", _bytes(patch))
+        result = box.run_tests("tests.patch", None if patch is None else "feature.patch")
+    return feature_grade(feature_id, result.returncode, result.output, None)
+
+
+@dataclass(frozen=True)
+class _Backend:
+    """One grading's sandbox as the package's evaluation backend."""
+
+    box: GradingSandbox
+    image: str
+
+    def create_sandbox(self, image: str, timeout: int = 600, workdir: str = "/workspace") -> GradingSandbox:
+        if image != self.image:
+            raise OpsdError(f"image {image}", f"this grading is of {self.image}", "report this as a bug")
+        return self.box
+
+
+class _Dispatcher:
+    """Stands in for the package's ``get_backend``: a name from :meth:`open` gives its backend, others go through.
+
+    The package has no registry of backends; it looks this name up in its own module, once a grading. Each grading has a
+    name of its own, so that any number of them can run in threads.
+    """
+
+    def __init__(self, original: Callable[[str], Any]):
+        self._original = original
+        self._backends: dict[str, _Backend] = {}
+
+    def __call__(self, name: str = "docker") -> Any:
+        return self._backends[name] if name in self._backends else self._original(name)
+
+    @contextmanager
+    def open(self, backend: _Backend) -> Iterator[str]:
+        name = f"verl_opsd:{uuid.uuid4().hex}"
+        self._backends[name] = backend
+        try:
+            yield name
+        finally:
+            del self._backends[name]
+
+
+_install_lock = threading.Lock()
+_NEEDED = ("test_merged", "get_backend", "get_image_name", "_filter_test_files")
+
+
+def _package() -> ModuleType:
+    """The package's grader with our dispatcher in it, installed once a process.
+
+    Raises:
+        OpsdError: the package is absent, or a name that this module relies on has moved.
+    """
+    try:
+        from cooperbench.eval import sandbox as package
+    except ImportError as e:
+        raise OpsdError(
+            f"cooperbench can't be imported: {e}", "pairs are graded by this package", "install verl-opsd[cooperbench]"
+        ) from e
+    missing = [name for name in _NEEDED if not hasattr(package, name)]
+    if missing:
+        raise OpsdError(
+            f"{package.__file__} lacks {', '.join(missing)}", "written for cooperbench 0.0.29", "install that version"
+        )
+    with _install_lock:
+        if not isinstance(package.get_backend, _Dispatcher):
+            package.get_backend = _Dispatcher(package.get_backend)
+    return package
+
+
+def grade_pair(
+    pair: PairTask,
+    prepared: PreparedTask,
+    patch1: str,
+    patch2: str,
+    *,
+    backend: str = "bubblewrap",
+    allow_unsafe: bool = False,
+    timeout_s: float = 120.0,
+) -> Grade:
+    """Merges two patches and runs both features' hidden tests on the result. Thread-safe.
+
+    Args:
+        patch1: of the first feature's agent, as ``git diff`` writes it; empty: nothing was handed in. Bytes that are
+            not UTF-8 may stand in it as ``surrogateescape`` leaves them.
+        timeout_s: limit of each of the two test runs, seconds.
+
+    Raises:
+        InfraFault: ``grader_died`` or ``grader_timeout``.
+        OpsdError: pair and prepared task do not belong together, or the package is not usable.
+    """
+    if (pair.repo, pair.task_id) != (prepared.repo, prepared.task_id):
+        raise OpsdError(
+            f"pair {pair.key}, prepared task {prepared.repo}/task{prepared.task_id}",
+            "a pair is graded on its own task's tree",
+            "load the prepared task of the pair",
+        )
+    started = time.monotonic()
+    package = _package()
+    own = [_without_tests(package, patch) for patch in (patch1, patch2)]
+    # What the package handles is a stand-in of each patch: empty and equal exactly where the patches are. The sandbox
+    # writes the patches themselves: the package would rewrite quotes in them.
+    stand_in = [_PREAMBLE + text.encode("utf-8", "backslashreplace").decode() if text else "" for text in own]
+    contents = {f"patch{n}.patch": _bytes(text) for n, text in enumerate(own, 1)}
+    first, second = pair.features
+    with (
+        grading_sandbox(
+            prepared, pair.dataset_dir, contents, backend=backend, allow_unsafe=allow_unsafe, timeout_s=timeout_s
+        ) as box,
+        package.get_backend.open(_Backend(box, package.get_image_name(pair.repo, pair.task_id))) as name,
+    ):
+        result = package.test_merged(
+            pair.repo, pair.task_id, first, second, *stand_in, backend=name, dataset_dir=pair.dataset_dir
+        )
+    if box.fault:
+        raise box.fault
+    if result["error"]:
+        raise grading_fault("grader_died", f"{pair.key}: {result['error'][-2000:]}")
+    counts = gold_counts(prepared)
+    features = []
+    for number, feature_id in enumerate(pair.features, 1):
+        run = result[f"feature{number}"]
+        # a pair of identical patches has "output" where others have "test_output"
+        output = run["test_output"] if "test_output" in run else run["output"]
+        features.append(feature_grade(feature_id, run["exit_code"], output, counts.get(feature_id)))
+    strategy = result["merge"]["strategy"]
+    if strategy.startswith("solo-") and not all(f.passed for f in features):
+        # One agent's patch stands in for a merge that failed only if it passes both suites.
+        features = [replace(f, passed=False) for f in features]
+    return Grade(
+        merge=result["merge"]["status"],
+        strategy=strategy,
+        apply_status=dict(result["apply_status"]),
+        features=(features[0], features[1]),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _without_tests(package: ModuleType, patch: str) -> str:
+    """A patch without its sections on test files, by the package's own rule; empty where nothing is left."""
+    filtered = package._filter_test_files(patch)
+    return filtered if filtered.strip() else ""
+
+
+def _bytes(patch: str) -> bytes:
+    try:
+        return patch.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as e:
+        raise OpsdError(
+            f"patch: {e}", "a patch is UTF-8 text, other bytes as surrogateescape leaves them", "decode it in this way"
+        ) from e
