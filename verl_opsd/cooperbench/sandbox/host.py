@@ -6,10 +6,12 @@ and /usr/local/bin), named after the process that owns it, and one lock file a u
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -210,10 +212,8 @@ def remove_state(path: Path) -> None:
     """Unmounts and removes a state directory. Idempotent."""
     if os.path.ismount(path):
         subprocess.run([program("umount"), "--lazy", path], capture_output=True, stdin=subprocess.DEVNULL)
-    try:
-        path.rmdir()
-    except FileNotFoundError:
-        return
+    with contextlib.suppress(FileNotFoundError):  # another process reaps it too
+        shutil.rmtree(path)
 
 
 def reap_stale() -> list[str]:
@@ -223,7 +223,22 @@ def reap_stale() -> list[str]:
 
     Returns:
         the names of what was removed.
+
+    Raises:
+        InfraFault: ``sandbox_unreachable`` when something can't be removed.
     """
+    try:
+        return _reap()
+    except OSError as error:
+        raise InfraFault(
+            "sandbox_unreachable",
+            f"the rest of a dead process's sandbox can't be removed: {error}",
+            "no sandbox starts beside the rests of another: they may hold memory and processes",
+            f"remove what is left below {STATE_ROOT} (umount first) and its control group by hand",
+        ) from error
+
+
+def _reap() -> list[str]:
     removed = []
     with _reap_lock:
         for entry in os.scandir("/proc"):

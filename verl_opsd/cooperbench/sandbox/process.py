@@ -34,6 +34,8 @@ from verl_opsd.cooperbench.sandbox.spawn import (
 )
 from verl_opsd.errors import InfraFault, OpsdError
 
+END_WAIT_S = 10.0
+
 
 class PlainProcessSandbox:
     """A :class:`~verl_opsd.cooperbench.sandbox.base.Sandbox` made of a process group and resource limits.
@@ -106,7 +108,12 @@ class PlainProcessSandbox:
                 with self._lock:
                     self._running.discard(process.pid)
                     _kill_group(process.pid)  # before wait: the id can't be another group's yet
+                gone = _wait_group(process.pid)
                 code = process.wait()
+            if not gone:
+                raise self._fault(
+                    "sandbox_died", f"process group {process.pid} is still there {END_WAIT_S:.0f} s later"
+                )
             output.drain()
             seconds = time.monotonic() - started
             if self._closed:
@@ -141,6 +148,25 @@ class PlainProcessSandbox:
                 _kill_group(group)
         if self._home.exists():
             shutil.rmtree(self._home)
+
+
+def _wait_group(group: int) -> bool:
+    """Waits until a killed group has only zombies left: the kernel ends its processes one by one."""
+    deadline = time.monotonic() + END_WAIT_S
+    while _group_lives(group):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def _group_lives(group: int) -> bool:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, its_group = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def _kill_group(group: int) -> None:
