@@ -1,7 +1,7 @@
 """A chat world of small integers: ChatML ids, an engine, a parser, and random conversations for property tests.
 
-Ids: 1 <|im_start|>, 2 <|im_end|>, 3 system, 4 user, 5 assistant, 6 line break, 7 <tool_response>, 8 tools. Text is numbers
-separated by spaces; the number n is the id n (10..99), and the id n + 100 is another encoding of it.
+Ids: 1 <|im_start|>, 2 <|im_end|>, 3 system, 4 user, 5 assistant, 6 line break, 7 <tool_response>, 8 tools. Text is
+numbers separated by spaces; the number n is the id n (10..99), and the id n + 100 is another encoding of it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def make_gateway(engine: StubEngine, **contract) -> Gateway:
 
 
 async def random_conversation(rng: random.Random, calls: int) -> tuple[tuple[TurnRecord, ...], StubEngine]:
-    """One agent that meets everything the harness does: tool results, peer messages, format errors, compaction, rewrites."""
+    """One agent that meets what the harness does: tool results, peer messages, format errors, compaction, rewrites."""
     engine = StubEngine(rng=rng)
     session = make_gateway(engine).session("e", "agent1")
 

@@ -77,7 +77,7 @@ class Brief:
 def compose(*parts: Section | Brief, name: str | None = None, allow_answer: bool = False) -> Brief:
     """One brief of sections and briefs, in order. ``name`` defaults to the parts' names joined by ``+``."""
     sections = tuple(s for part in parts for s in (part.sections if isinstance(part, Brief) else (part,)))
-    kind = max((s.kind for s in sections), key=KINDS.index, default="none")
+    kind: BriefKind = max((s.kind for s in sections), key=KINDS.index, default="none")
     joined = "+".join(part.name for part in parts) or "none"
     return Brief(joined if name is None else name, kind, _join(sections), sections, allow_answer)
 
@@ -113,8 +113,8 @@ def peer_spec(agent_id: str, peer_id: str, peer_task: str) -> Brief:
 
 PROCESS = """# How to work together
 
-- Message your peer for a purpose: which files and functions you will change, which interface you need, what you decided,
-  what is done. Say it early, before both of you edit the same lines.
+- Message your peer for a purpose: which files and functions you will change, which interface you need, what you
+  decided, what is done. Say it early, before both of you edit the same lines.
 - Commit and push small, working steps. Hand work over by the exact commit SHA and the branch that holds it.
 - Before you rely on your peer's work, fetch it and read its diff. Do not assume what it contains.
 - Resolve overlaps by agreement, and check that your change still works together with your peer's.

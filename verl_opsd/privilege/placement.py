@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,9 +79,14 @@ class ChatMarkers:
         while all(len(v) > common and v[common] == variants[0][common] for v in variants):
             common += 1
         user = role("user")
-        return cls(
-            start[0], end[0], role("system"), user, role("assistant"), tuple(variants[0][1 + len(user) : common])
-        )
+        tool_response = tuple(variants[0][1 + len(user) : common])
+        if not tokenizer.decode(list(tool_response)).strip().startswith("<tool_response"):
+            raise OpsdError(
+                f"a tokenizer that encodes '\\n<tool_response>' as {tool_response} and more, by what follows",
+                "tool results are told apart from messages by the ids at their start",
+                "add <tool_response> to the tokenizer as one token",
+            )
+        return cls(start[0], end[0], role("system"), user, role("assistant"), tool_response)
 
 
 @dataclass(frozen=True)
@@ -256,7 +261,7 @@ def _view(
     return TeacherView(joined, np.diff(offsets), where, np.array(spans, np.int64).reshape(len(passes), 2), placement)
 
 
-def _refuse(what: str, way_out: str) -> None:
+def _refuse(what: str, way_out: str) -> NoReturn:
     raise OpsdError(
         what,
         "a teacher view holds the student's tokens unchanged and a brief in a system or user message before them",

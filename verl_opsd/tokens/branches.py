@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,7 +142,7 @@ def statistics(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     }
 
 
-def _refuse(what: str) -> None:
+def _refuse(what: str) -> NoReturn:
     raise OpsdError(
         what,
         "turns of one agent, in order, each starting where its branch ends; a token is context or of one policy class",

@@ -31,8 +31,8 @@ _SEND_TOOL = re.compile(r"\"name\"\s*:\s*\"send_message\"|<function=send_message
 # Arguments are JSON text, where a line break is the two characters \n, or plain text.
 _BREAK = r"(?:(?<!\\)\\n|\n)"
 _HEREDOC = re.compile(
-    rf"(?<!<)<<-?[ \t]*(?:\\?[\"'])?(?P<tag>\w+)(?:\\?[\"'])?(?P<rest>(?:(?!{_BREAK}).)*){_BREAK}"
-    rf"(?P<body>.*?)(?:{_BREAK}[ \t]*(?P=tag)\b|</tool_call>|\Z)",
+    rf"(?<!<)<<-?[ \t]*(?:\\?[\"'])?(?P<tag>[A-Za-z_]\w*)(?:\\?[\"'])?(?P<rest>(?:(?!{_BREAK}).)*){_BREAK}"
+    rf"(?P<body>.*?)(?:(?P<stop>{_BREAK}[ \t]*(?P=tag)\b)|\Z)",
     re.DOTALL,
 )
 _SEND_QUOTED = re.compile(
@@ -62,12 +62,13 @@ def token_offsets(ids: Sequence[int], decode: Callable[[list[int]], str]) -> tup
     Tokens are decoded one by one; bytes that are no whole character yet wait for their successors, and all tokens of
     such a character start at it. The work is linear in the ids.
     """
+    ids = [int(i) for i in ids]
     pieces: list[str] = []
     starts: list[int] = []
     length, first = 0, 0
     for i in range(len(ids)):
         starts.append(length)
-        piece = decode(list(ids[first : i + 1]))
+        piece = decode(ids[first : i + 1])
         waits = piece.endswith("\ufffd") and i + 1 - first < MAX_CHARACTER_TOKENS
         if not waits or i + 1 == len(ids):
             pieces.append(piece)
@@ -99,13 +100,18 @@ def text_classes(text: str) -> NDArray[np.int8]:
 
 def _classify_call(classes: NDArray[np.int8], text: str, start: int, end: int) -> None:
     classes[start:end] = CODE["command"]
+    whole = text.endswith("</tool_call>", start, end)
+    end -= len("</tool_call>") if whole else 0
     if _SEND_TOOL.search(text, start, end):
-        close = len("</tool_call>") if text.endswith("</tool_call>", start, end) else 0
-        classes[start + len("<tool_call>") : end - close] = CODE["message"]
+        classes[start + len("<tool_call>") : end] = CODE["message"]
         return
     for match in _SEND_QUOTED.finditer(text, start, end):
         classes[match.start("body") : match.end("body")] = CODE["message"]
-    for match in _HEREDOC.finditer(text, start, end):
-        line = re.split(_BREAK, text[start : match.start()])[-1] + match["rest"]
+    while heredoc := _HEREDOC.search(text, start, end):
+        if whole and heredoc["stop"] is None:  # no terminator in a whole command: a shift, not a heredoc
+            start = heredoc.start() + 2
+            continue
+        line = re.split(_BREAK, text[start : heredoc.start()])[-1] + heredoc["rest"]
         kind = "message" if re.search(r"\bsend_message\b", line) else "code"
-        classes[match.start("body") : match.end("body")] = CODE[kind]
+        classes[heredoc.start("body") : heredoc.end("body")] = CODE[kind]
+        start = heredoc.end()

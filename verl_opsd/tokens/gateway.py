@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import numpy as np
 
@@ -186,6 +186,7 @@ class Session:
 
     def mark(self, turn: int, kind: TurnKind) -> None:
         """Sets the kind of a recorded turn, e.g. ``malformed`` once the harness has refused its reply."""
+        _check_kind(kind)
         if not 0 <= turn < len(self._turns):
             raise OpsdError(
                 f"turn {turn}", f"turns are 0..{len(self._turns) - 1}", "pass Reply.turn of the turn to mark"
@@ -197,6 +198,7 @@ class Session:
         return tuple(self._turns)
 
     async def _chat(self, messages: list[dict[str, Any]], tools: Tools, kind: TurnKind) -> Reply:
+        _check_kind(kind)
         if not messages or messages[-1]["role"] == "assistant":
             raise OpsdError(
                 "no messages" if not messages else "a conversation whose last message is the assistant's",
@@ -347,6 +349,11 @@ def _canonical(message: Message) -> dict[str, Any]:
         )
     rest = {k: v for k, v in message.items() if v is not None and k != "extra" and (k != "tool_calls" or v)}
     return {**rest, "role": role, "content": content or ""}
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in get_args(TurnKind):
+        raise OpsdError(f"turn kind {kind!r}", f"kinds are {get_args(TurnKind)}", "pass one of them")
 
 
 def _common(known: list[dict[str, Any]], messages: list[dict[str, Any]]) -> int:

@@ -211,9 +211,11 @@ class EpisodeStore:
             temporary = self.directory / f".{uuid.uuid4().hex}.tmp"
             temporary.write_text(json.dumps({"schema": STORE_SCHEMA, "contract_hash": contract_hash}))
             _flush(temporary)
-            with contextlib.suppress(FileExistsError):  # another writer was first; its claim is checked below
-                os.link(temporary, path)
-            temporary.unlink()
+            try:
+                with contextlib.suppress(FileExistsError):  # another writer was first; its claim is checked below
+                    os.link(temporary, path)
+            finally:
+                temporary.unlink()
         if self.contract_hash != contract_hash:
             raise OpsdError(
                 f"an episode of contract {contract_hash[:12]} for {self.directory}",
@@ -222,6 +224,19 @@ class EpisodeStore:
             )
 
     def _check(self, episode: Episode) -> None:
+        grade = episode.grade
+        if episode.scored != (grade is not None) or not (episode.scored or episode.outcome.startswith("infra:")):
+            raise OpsdError(
+                f"episode {episode.episode_id!r} of outcome {episode.outcome!r}, {'with' if grade else 'without'} grade",
+                "an outcome is scored, with a grade, or infra:<kind>, without one",
+                "grade the episode, or name the infrastructure fault",
+            )
+        if grade is not None and len(grade.features) != 2:
+            raise OpsdError(
+                f"episode {episode.episode_id!r} with {len(grade.features)} graded features",
+                "a pair has two features",
+                "grade both features on the merged tree",
+            )
         for turn in episode.turns:
             if (turn.episode_id, turn.contract_hash) != (episode.episode_id, episode.contract_hash):
                 raise OpsdError(
@@ -229,6 +244,13 @@ class EpisodeStore:
                     f"in episode {episode.episode_id}, contract {episode.contract_hash[:12]}",
                     "an episode's turns carry its own id and contract",
                     "build the episode from the records of its own sessions",
+                )
+            dtypes = {name: getattr(turn, name).dtype for name in _ARRAYS}
+            if any(dtypes[name] != kind for name, kind in _ARRAYS.items()):
+                raise OpsdError(
+                    f"turn {turn.turn} of {turn.episode_id}/{turn.agent_id} with arrays of {dtypes}",
+                    "ids are int32 and log-probabilities float32, so that nothing is rounded when it is stored",
+                    "convert the arrays where the record is made",
                 )
 
     def _refuse_overwrite(self, episode_id: str) -> None:

@@ -62,22 +62,27 @@ class VerlTokenBuilder:
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template, e.g. ``verl_opsd/models/chatml.jinja``.
-        model_type: ``config.json``'s. Where verl has no Qwen builder for it, its Qwen builder is used: it is the one
-            that knows the line break after <|im_end|>.
+        model_type: ``config.json``'s. Types that verl does not know (it warns) or maps to Qwen get its Qwen builder,
+            which knows the line break after <|im_end|>.
 
     Raises:
-        OpsdError: the tokenizer is not ChatML, or its template is not append-only: rendered message by message a small
-            conversation gives other ids than rendered whole.
+        OpsdError: the tokenizer or the model type is not ChatML, or the template is not append-only: rendered
+            message by message a small conversation gives other ids than rendered whole.
     """
 
     def __init__(self, tokenizer: Any, model_type: str):
         self.tokenizer = tokenizer
         self._im_start, self._im_end = _token(tokenizer, "<|im_start|>"), _token(tokenizer, "<|im_end|>")
         self._line = _token(tokenizer, "\n")
-        family = infer_continuous_token_model_family(hf_model_type=model_type)
-        if not issubclass(get_continuous_token_builder_class(family), QwenContinuousTokenBuilder):
-            family = ContinuousTokenModelFamily.QWEN
-        self._builder = create_continuous_token_builder(tokenizer, model_family=family)
+        known = infer_continuous_token_model_family(hf_model_type=model_type)
+        qwen = issubclass(get_continuous_token_builder_class(known), QwenContinuousTokenBuilder)
+        if not qwen and known is not ContinuousTokenModelFamily.DEFAULT:
+            raise OpsdError(
+                f"model_type {model_type!r}, for which verl has a builder of family {known} that is not ChatML",
+                "conversations are ChatML",
+                "use a model of the ChatML family (Qwen, SmolLM2)",
+            )
+        self._builder = create_continuous_token_builder(tokenizer, model_family=ContinuousTokenModelFamily.QWEN)
         self._assert_append_only()
 
     def initial(self, messages: list[dict[str, Any]], tools: Tools) -> list[int]:
@@ -100,17 +105,23 @@ class VerlTokenBuilder:
 
     def _assert_append_only(self) -> None:
         messages, tools = _PROBE_MESSAGES, _PROBE_TOOLS
-        prompt = self.initial(messages[:2], tools)
-        whole = self.initial(messages, tools)
-        # The reply as the template writes it directly after its prompt, without the line break that follows <|im_end|>.
+        prompt, whole = self.initial(messages[:2], tools), self.initial(messages, tools)
         replied = list(self.tokenizer.apply_chat_template(messages[:3], tools=tools, tokenize=True, return_dict=False))
-        end = len(replied) - replied[::-1].index(self._im_end) if self._im_end in replied else len(replied)
-        ids = prompt + replied[len(prompt) : end]
+        if replied[: len(prompt)] != prompt:
+            self._refuse(replied[: len(prompt)], prompt, "the reply's prompt")
+        # The reply as the template writes it after its prompt, without the line break behind <|im_end|>.
+        reply = replied[len(prompt) :]
+        reply = reply[: reply.index(self._im_end) + 1] if self._im_end in reply else reply
+        if messages[2]["content"] not in self.tokenizer.decode(reply):
+            raise OpsdError(
+                f"the chat template writes the reply {messages[2]['content']!r} as {self.tokenizer.decode(reply)!r}",
+                "reasoning stays in the prompt, as the model wrote it",
+                "set the tokenizer's chat_template to verl_opsd/models/chatml.jinja or another that keeps reasoning",
+            )
+        ids = prompt + reply
         ids += self.extend(messages[:3], messages, ids, tools)
-        for stepwise, what in ((replied[: len(prompt)], "the reply's prompt"), (ids, "the conversation")):
-            expected = prompt if what == "the reply's prompt" else whole
-            if stepwise != expected:
-                self._refuse(stepwise, expected, what)
+        if ids != whole:
+            self._refuse(ids, whole, "the conversation")
 
     def _refuse(self, stepwise: list[int], whole: list[int], what: str) -> None:
         same = min(len(stepwise), len(whole))

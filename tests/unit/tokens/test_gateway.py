@@ -123,7 +123,7 @@ def test_compaction_forks_twice_and_side_calls_do_not_end_the_branch():
     [
         lambda h: [h[0], user("99"), *h[2:]],
         lambda h: [*h[:2], {**h[2], "content": "99"}, *h[3:]],
-        lambda h: h[:2] + [tool("31")] if len(h) > 4 else [h[0], *h[3:]],
+        lambda h: [*h[:2], tool("31")] if len(h) > 4 else [h[0], *h[3:]],
     ],
     ids=["task", "reply", "dropped messages"],
 )
@@ -261,12 +261,19 @@ def test_stripped_thinking_and_unknown_turns_are_refused():
     gateway = make_gateway(StubEngine())
     with pytest.raises(OpsdError, match="thinking"):
         Gateway(gateway.engine, gateway.builder, gateway.parser, EvalContract(thinking="strip"))
-    with pytest.raises(OpsdError):
-        gateway.session("e", "a").mark(0, "malformed")
+    session = gateway.session("e", "a")
+    for number in (-1, 0, 1):
+        with pytest.raises(OpsdError, match="turn"):
+            session.mark(number, "malformed")
+    with pytest.raises(OpsdError, match="kinds are"):
+        asyncio.run(session.chat([SYS, TASK], kind="solver"))
+    run(session, [SYS, TASK])
+    with pytest.raises(OpsdError, match="kinds are"):
+        session.mark(0, "bad")
 
 
 def test_own_time_per_turn_at_64k_tokens():
-    """128 turns to 64k tokens: at most 5 ms of own time a turn, with messages that share no string objects between calls."""
+    """128 turns to 64k tokens: at most 5 ms of own time a turn; no string object is shared between calls."""
     spent = [0.0]
 
     class Timed(StubEngine):
