@@ -153,7 +153,7 @@ class PairPlace:
         )
         settings = dict(self._config["agent"])
         if brief:
-            settings["system_template"] += "\n\n{{ actor_brief }}"
+            settings["system_template"] = settings["system_template"].rstrip("\n") + "\n\n{{ actor_brief }}"
         settings |= {
             "step_limit": contract.step_limit,
             "cost_limit": 0.0,  # the model runs here and costs nothing; 0 is off

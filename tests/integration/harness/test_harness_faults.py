@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from scripted import PR, Script
+from scripted import PR, Script, until
 
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.harness import run_pair
@@ -33,13 +33,13 @@ def test_engine_fault_stops_the_peer_whatever_it_does(play, pair, peer_does):
     raised = []
 
     async def dies():
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.5)  # the peer has started what it does
         raised.append(time.monotonic())
         return ENGINE
 
     second = Script([peer_does])
     with pytest.raises(InfraFault) as caught:
-        play(Script(["true", dies]), second)
+        play(Script([until(lambda: bool(second.seen), dies)]), second)
     assert time.monotonic() - raised[0] < 3
     assert caught.value.kind == "engine_died" and pair.key in str(caught.value) and "turn 2" in str(caught.value)
     assert caught.value.__cause__ is ENGINE
@@ -124,13 +124,15 @@ def test_tripwires_void_the_run(play, command, name):
 
 
 def test_cancelling_the_caller_stops_both_agents(prepared, pair, tmp_path):
+    sessions = {"agent1": Script(["sleep 60"]), "agent2": Script([never])}
+
     async def go():
         with ThreadPoolExecutor(2) as executor:
             task = asyncio.create_task(
                 run_pair(
                     pair,
                     prepared,
-                    {"agent1": Script(["sleep 60"]), "agent2": Script([never])},
+                    sessions,
                     EvalContract(),
                     work_dir=tmp_path,
                     loop=asyncio.get_running_loop(),
@@ -138,7 +140,9 @@ def test_cancelling_the_caller_stops_both_agents(prepared, pair, tmp_path):
                     episode_id="e",
                 )
             )
-            await asyncio.sleep(4)
+            while not sessions["agent1"].seen:
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)
             assert len(list(tmp_path.iterdir())) == 1
             started = time.monotonic()
             task.cancel()

@@ -7,9 +7,10 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-from scripted import PR, SUBMIT, Script
+from scripted import PR, SUBMIT, Script, ScriptedEngine, until
 
 from verl_opsd.contract import EvalContract
+from verl_opsd.cooperbench.grading import grade_pair
 from verl_opsd.cooperbench.harness import run_pair
 from verl_opsd.cooperbench.messages import process_store
 from verl_opsd.tokens.gateway import ContextOverflow
@@ -20,15 +21,9 @@ ONE = (  # what `git diff` says of a new file `one.txt` that holds "one\n"
 )
 
 
-def until(condition, then):
-    """A step that waits for a condition, then does ``then``."""
-
-    async def step():
-        while not condition():
-            await asyncio.sleep(0.02)
-        return then
-
-    return step
+def gone(agent: str) -> bool:
+    """Whether an agent of a running pair has announced its end."""
+    return any(key.endswith(f"{agent}:exited") for key in process_store().keys("*"))
 
 
 def test_agents_message_each_other_submit_and_see_only_their_own_feature(play, pair):
@@ -86,10 +81,8 @@ def test_waiting_for_a_reply(play):
 
 def test_a_peer_that_left_is_not_waited_for_and_its_pushed_branch_counts_as_published(play):
     first = Script(["echo one > one.txt; git add -A; git commit -qm work; git push -q", SUBMIT])
-    second = Script([])
-    left = until(lambda: any("has completed their work" in str(m) for m in second.seen[-1:]), "true")
-    second._steps = iter(["sleep 2", "true", 'send_message --wait agent1 "still there?"', SUBMIT])
-    del left
+    left = until(lambda: gone("agent1"), "true")
+    second = Script([left, 'send_message --wait agent1 "still there?"', SUBMIT])
     run = play(first, second)
     assert run.agents[0].patch == ONE and not run.agents[0].opened_pr
     assert "NOT delivered" in second.observations()[-1]
@@ -101,7 +94,7 @@ def test_a_peer_that_left_is_not_waited_for_and_its_pushed_branch_counts_as_publ
 
 
 def test_nothing_pushed_is_an_empty_patch_and_the_peer_is_not_sent_to_an_empty_branch(play):
-    second = Script(["sleep 1", "true"])
+    second = Script([until(lambda: gone("agent1"), "true")])
     run = play(Script([SUBMIT]), second)
     assert [a.patch for a in run.agents] == ["", ""]
     assert "could NOT be published to origin/agent1" in str(second.seen[-1])
@@ -191,7 +184,7 @@ def test_a_command_that_would_lose_a_message_is_refused_whole(play):
     first = Script(
         [lossy, residue, 'send_message agent9 "x"', 'send_message agent2 "kept" && touch other', "ls", SUBMIT]
     )
-    second = Script(["sleep 2"])
+    second = Script([until(lambda: len(first.seen) > 5, "true")])
     run = play(first, second)
     seen = first.observations()
     assert "could not parse that call, so nothing was sent" in seen[0] and '"returncode": 1' in seen[0]
@@ -262,10 +255,9 @@ def test_brief_goes_into_the_system_message_of_its_agent_alone(play):
 
 def test_two_pairs_at_once_do_not_mix(prepared, pair, tmp_path):
     def scripts(name):
-        return {
-            "agent1": Script([f"send_message agent2 'from {name}'", f"echo {name} > {name}.txt", PR]),
-            "agent2": Script(["sleep 1.5", "gh pr diff agent1"]),
-        }
+        first = Script([f"send_message agent2 'from {name}'", f"echo {name} > {name}.txt", PR])
+        second = Script([until(lambda: len(first.seen) > 3, "gh pr diff agent1")])
+        return {"agent1": first, "agent2": second}
 
     pairs = {name: scripts(name) for name in ("left", "right")}
 
@@ -292,3 +284,27 @@ def test_two_pairs_at_once_do_not_mix(prepared, pair, tmp_path):
         assert messages == [f"from {name}"]
         assert f"{name}.txt" in run.agents[0].patch and f"+{name}" in pairs[name]["agent2"].observations()[-1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_gold_patches_through_the_whole_pair_earn_the_reward(play, pair, prepared):
+    def solve(feature: int) -> Script:
+        patch = (pair.task_dir / f"feature{feature}" / "feature.patch").read_text()
+        return Script([f"git apply <<'EOF'\n{patch}EOF", PR, "python -m pytest -q -p no:cacheprovider", SUBMIT])
+
+    scripts = solve(1), solve(2)
+    run = play(*scripts)
+    assert " passed" in scripts[0].observations()[2]
+    grade = grade_pair(pair, prepared, *(agent.patch for agent in run.agents))
+    assert (grade.merge, grade.reward) == ("clean", 1.0)
+
+
+def test_a_real_session_records_what_the_harness_asked(play):
+    engine = ScriptedEngine(["no call", "echo one > one.txt", PR, SUBMIT])
+    contract = {"max_tokens": 1000, "context_length": 60_000, "step_limit": 9}
+    sessions = [engine.gateway(EvalContract(**contract)).session("e", a) for a in ("agent1", "agent2")]
+    run = play(*sessions, contract=contract)
+    assert run.agents[0].patch == ONE and run.agents[0].steps == 4
+    turns = sessions[0].records()
+    assert [t.kind for t in turns] == ["malformed", "policy", "policy", "policy"]
+    assert [t.branch for t in turns] == [0, 1, 1, 1]  # the refused reply is dropped from the history: a fork
+    assert bytes(turns[2].response_ids.tolist()).decode() == PR
