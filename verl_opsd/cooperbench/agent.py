@@ -1,4 +1,4 @@
-"""The harness' agent with the faults closed that would change what is recorded or graded (each is named where it is closed)."""
+"""The harness' agent, with those of its faults closed that would change what is recorded or graded."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from cooperbench.agents.mini_swe_agent_v2.agents.default import DefaultAgent
 from cooperbench.agents.mini_swe_agent_v2.exceptions import InterruptAgentFlow
 
+from verl_opsd.cooperbench.environment import SandboxEnvironment
 from verl_opsd.cooperbench.sends import Sends, account
 from verl_opsd.cooperbench.stopping import RunGuard, WallLimitReached
 from verl_opsd.errors import InfraFault
@@ -26,9 +27,11 @@ class PairAgent(DefaultAgent):
         published: whether the remote holds what will be graded for this agent.
 
     Attributes:
-        send_occurrences, sends_handled, sends_rejected: `send_message` calls seen, passed to the message store (delivered
-            or answered with a refusal), and refused with their whole command. The first is the sum of the others.
+        send_occurrences, sends_handled, sends_rejected: `send_message` calls seen, handled one by one (delivered, or
+            answered that they were not), and refused with their whole command. The first is the sum of the others.
     """
+
+    env: SandboxEnvironment
 
     def __init__(
         self, *args: Any, guard: RunGuard, opened_pr: Callable[[], bool], published: Callable[[], bool], **kwargs: Any
@@ -54,8 +57,12 @@ class PairAgent(DefaultAgent):
             raise _ended("ContextOverflow", str(overflow)) from overflow
 
     def execute_actions(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Runs a message's actions. A command that would lose a `send_message` is answered with the harness' own refusal
-        and not run; the harness would send a part of it and say nothing of the rest."""
+        """Runs a message's actions. A command that would lose a `send_message` is not run but answered with the
+        harness' own refusal; the harness would send a part of it and say nothing of the rest.
+
+        Raises:
+            InfraFault: kind ``message_lost``, a call was neither handled nor refused; or the sandbox's own kinds.
+        """
         if not self.comm:
             return super().execute_actions(message)
         extra = message["extra"]
@@ -82,13 +89,14 @@ class PairAgent(DefaultAgent):
         sends = account(action["command"])
         if sends.occurrences and not sends.rejected and sends.residue.strip():
             # Taking a call out of `a; send_message ...; b` leaves `a; ; b`, which the shell refuses as a whole.
-            syntax = self.env.sandbox.run(["bash", "-n", "-c", sends.residue], timeout_s=self.env.config["timeout_s"])
+            syntax = self.env.sandbox.run(["bash", "-n", "-c", sends.residue], timeout_s=self.env.timeout_s)
             sends = Sends(sends.occurrences, syntax.returncode != 0, sends.residue)
         return ({**action, "command": _REFUSED} if sends.rejected else action), sends
 
     def _handle_send_message(self, action: dict[str, Any]) -> dict[str, Any]:
         # The harness queues a message for any name, and says "sent" for one that nobody will read.
         self.sends_handled += 1
+        assert self.comm is not None
         peers = [a for a in self.comm.agents if a != self.agent_id]
         recipient = action.get("recipient", "")
         if recipient not in peers:
@@ -109,7 +117,7 @@ class PairAgent(DefaultAgent):
             self._nudging = False
 
     def _opened_pr(self) -> bool:
-        # The harness asks this twice: for the nudge (is there a pull request?), and for what it tells the peer at the end,
+        # The harness asks this for the nudge (is there a pull request?) and for what it tells the peer at the end,
         # where a pushed branch without a pull request is graded as well.
         return self._remote_pr() if self._nudging else self._remote_published()
 

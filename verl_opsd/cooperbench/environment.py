@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from cooperbench.agents.mini_swe_agent_v2.environments.docker import DockerEnvironment
 
@@ -18,8 +18,8 @@ SYSTEM_INFORMATION = {"system": "Linux", "release": "sandbox", "version": "1", "
 #: Linux refuses a longer single argument (MAX_ARG_STRLEN, bytes, its end mark included).
 MAX_COMMAND_BYTES = 131_071
 
-# The login shell resets PATH (Debian's /etc/profile), so the task's toolchain is put in front of it afterwards. The command
-# runs in a shell of its own: its error messages are those of a plain `bash -c`.
+# The login shell resets PATH (Debian's /etc/profile), so the task's toolchain is put in front of it afterwards. The
+# command runs in a shell of its own: its error messages are those of a plain `bash -c`.
 _LOGIN_SHELL = 'export PATH="$1:$PATH"; exec bash -c "$2"'
 
 
@@ -45,6 +45,7 @@ class SandboxEnvironment:
         before_command: Callable[[], None] = lambda: None,
     ):
         self.sandbox, self.toolchain, self.before_command = sandbox, toolchain, before_command
+        self.timeout_s = timeout_s
         self.config = {"cwd": REPO, "timeout_s": timeout_s}
         self.tripwires: set[str] = set()
 
@@ -63,12 +64,13 @@ class SandboxEnvironment:
         if refusal:
             return {"output": "", "returncode": -1, "exception_info": refusal}
         self.before_command()
-        limit = timeout or self.config["timeout_s"]
+        limit = timeout or self.timeout_s
         argv = ["bash", "-lc", _LOGIN_SHELL, "bash", self.toolchain, command]
-        done = self.sandbox.run(argv, timeout_s=limit, cwd=cwd or self.config["cwd"])
-        result = {"output": self._text(done, limit), "returncode": done.returncode, "exception_info": ""}
-        self.tripwires |= tripwires_in(result["output"])
-        DockerEnvironment._check_finished(self, result)
+        done = self.sandbox.run(argv, timeout_s=limit, cwd=cwd or REPO)
+        output = self._text(done, limit)
+        self.tripwires |= tripwires_in(output)
+        result = {"output": output, "returncode": done.returncode, "exception_info": ""}
+        DockerEnvironment._check_finished(cast(DockerEnvironment, self), result)  # it uses nothing of its object
         return result
 
     def _text(self, done: CommandResult, limit: float) -> str:

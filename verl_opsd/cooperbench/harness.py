@@ -1,4 +1,4 @@
-"""One pair of agents, from a prepared task to two submissions: both agent loops at once, one fault ends both, nothing is left."""
+"""One pair of agents, from a prepared task to two submissions: one fault ends both, and nothing of them is left."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ async def run_pair(
         brief_texts: agent -> text appended to its system message (the actor's own prompt); default none.
 
     Raises:
-        InfraFault: a fault of the infrastructure, named with the pair. Whatever goes wrong in the harness itself has the kind
-            ``harness_bug`` and its cause chained. In every case both agents have stopped and nothing of the pair is left.
+        InfraFault: a fault of the infrastructure, named with the pair. Whatever goes wrong in the harness itself has
+            the kind ``harness_bug`` and its cause chained. Both agents have stopped, and nothing of the pair is left.
         OpsdError: the arguments contradict one another or the contract.
     """
     started = time.monotonic()
@@ -110,8 +110,8 @@ def _reporting(stop: StopSignal, work: Callable[..., T], *args: Any) -> T:
 async def _all(
     stop: StopSignal, end_commands: Callable[[], asyncio.Future[None] | None], calls: Sequence[asyncio.Future[T]]
 ) -> list[T]:
-    """Results of calls that run on agents' threads. When one fails, or the caller is cancelled, the others are stopped and
-    waited for before the error is raised: threads can't be abandoned."""
+    """Results of calls that run on agents' threads. When one fails, or the caller is cancelled, the others are stopped
+    and waited for before the error is raised: threads can't be abandoned."""
     try:
         await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         if not stop.is_set:
@@ -129,8 +129,8 @@ async def _uninterrupted(calls: Sequence[asyncio.Future[Any]], raise_errors: boo
     while pending := [call for call in calls if not call.done()]:
         try:
             await asyncio.wait(pending)
-        except asyncio.CancelledError as error:
-            cancelled = error
+        except asyncio.CancelledError as caught:
+            cancelled = caught
     errors = [call.exception() for call in calls]
     if raise_errors:
         for error in filter(None, errors):

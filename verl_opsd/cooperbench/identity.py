@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ INSTALL = f"pip install --no-deps cooperbench=={NEEDED_VERSION}   (then: pip ins
 
 @contextlib.contextmanager
 def _quiet_import(package: Path) -> Iterator[None]:
-    """The harness fetches a price list and reads a settings file of the user's when imported; neither may decide a run."""
+    """On import the harness fetches a price list and reads a settings file of the user's; neither may decide a run."""
     wanted = {
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "MSWEA_GLOBAL_CONFIG_DIR": str(package / "agents" / "mini_swe_agent_v2" / "config"),
@@ -55,6 +56,9 @@ def package_dir() -> Path:
     return Path(spec.origin).parent
 
 
+_import_lock = threading.Lock()
+
+
 @functools.cache
 def load_harness() -> Path:
     """Imports the harness (seconds, once a process) and checks it; returns its directory.
@@ -63,7 +67,7 @@ def load_harness() -> Path:
         OpsdError: it is missing, or lacks a capability.
     """
     package = package_dir()
-    with _quiet_import(package):
+    with _import_lock, _quiet_import(package):
         import cooperbench
         import cooperbench.agents.mini_swe_agent_v2.agents.default
         import cooperbench.agents.mini_swe_agent_v2.models.litellm_model
@@ -108,8 +112,8 @@ def _capabilities() -> dict[str, Callable[[], bool]]:
 
 
 def coop_config() -> dict[str, Any]:
-    """The harness' own configuration of a pair: blocks ``agent``, ``environment`` and ``model``. Read from the package itself:
-    the harness' loader would prefer a file of that name in the current directory."""
+    """The harness' own configuration of a pair: blocks ``agent``, ``environment`` and ``model``. Read from the package
+    itself: the harness' loader would prefer a file of that name in the current directory."""
     import yaml
 
     return yaml.safe_load((load_harness() / "agents" / "mini_swe_agent_v2" / "config" / "coop.yaml").read_text())
@@ -145,6 +149,6 @@ def harness_identity() -> dict[str, str]:
 
 
 def identity_string() -> str:
-    """Value of ``EvalContract.harness``: name, version and tree hash; the same on every machine with the same package."""
+    """Value of ``EvalContract.harness``: name, version and tree hash; the same wherever this package is installed."""
     identity = harness_identity()
     return f"{identity['name']}=={identity['version']}@sha256:{identity['tree_hash']}"

@@ -1,4 +1,4 @@
-"""The embedded message store: a Redis-compatible server inside this process, for the harness' own messaging connector."""
+"""The embedded message store: a Redis-compatible server in this process, for the harness' own messaging connector."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from fakeredis import TcpFakeServer
 
 
 class MessageStore:
-    """One server on the loopback interface, started on first use. Thread-safe. Sandboxes have no network and can't reach it."""
+    """One server on the loopback interface, started on first use. Sandboxes have no network and can't reach it.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -70,7 +70,7 @@ class GatewayModel(LitellmModel):
         return {**reply.message, "extra": self._extra(reply, actions=actions)}
 
     def summarize_context(self, messages: list[Message], summary_prompt: str) -> Message:
-        """Summary of a history as an assistant message, framed as the harness frames it; a turn of kind ``summarizer``."""
+        """Summary of a history, asked for as the harness asks for it; a turn of kind ``summarizer``."""
         transcript = self._serialize_transcript_for_summary(self._prepare_messages_for_api(messages))
         content = f"{summary_prompt}\n\n--- BEGIN TRANSCRIPT ---\n{transcript}\n--- END TRANSCRIPT ---"
         reply = self._chat([{"role": "user", "content": content}], None, "summarizer")

@@ -1,4 +1,4 @@
-"""What one pair has on this host: a directory, a remote, a sandbox and a mailbox for each agent; and one agent's run in it."""
+"""What one pair has on this host (directory, remote, a sandbox and a mailbox for each agent), and one agent's run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cooperbench.agents.mini_swe_agent_v2.connectors import GitConnector
 from cooperbench.agents.mini_swe_agent_v2.connectors.messaging import MessagingConnector
@@ -119,7 +119,7 @@ class PairPlace:
         connector = GitConnector(agent_id, list(self.agents), self.remote.url(agent_id))
         try:
             with self._setup:  # both push `main`: at the same time one of the two is left without origin/main
-                connector.setup(env)
+                connector.setup(cast(Any, env))
         except RuntimeError as error:
             raise InfraFault(
                 "git_setup:connector",
@@ -153,7 +153,7 @@ class PairPlace:
         )
         settings = dict(self._config["agent"])
         if brief:
-            settings["system_template"] += "\n\n{{ actor_brief }}"
+            settings["system_template"] = settings["system_template"].rstrip("\n") + "\n\n{{ actor_brief }}"
         settings |= {
             "step_limit": contract.step_limit,
             "cost_limit": 0.0,  # the model runs here and costs nothing; 0 is off

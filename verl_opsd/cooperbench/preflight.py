@@ -1,4 +1,4 @@
-"""Checks through an agent's own execute path, before its first turn: what is broken here would look like a bad agent later."""
+"""Checks through an agent's own execute path, before its first turn: what is broken would look like a bad agent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_git(env: SandboxEnvironment, agent_id: str, *, url: str, base_sha: str
     """Asserts what the harness' git setup should have done.
 
     Raises:
-        InfraFault: kind ``git_setup:<origin|head|commits|gh|branch|main|tracking>``.
+        InfraFault: kind ``git_setup:<origin|head|commits|gh|branch|tracking|main>``.
     """
     facts = {
         "origin": ("git remote get-url origin", url),
@@ -53,6 +53,7 @@ def check_git(env: SandboxEnvironment, agent_id: str, *, url: str, base_sha: str
         "commits": ("git log --all --format=%H", base_sha),
         "gh": ("command -v gh", "/usr/local/bin/gh"),
         "branch": (f"git ls-remote origin refs/heads/{agent_id}", f"{base_sha}\trefs/heads/{agent_id}"),
+        "tracking": ("git rev-parse refs/remotes/origin/main", base_sha),
         "main": ("git ls-remote origin refs/heads/main", f"{base_sha}\trefs/heads/main"),
     }
     script = "; ".join(f"echo {shlex.quote(name)}; {command} 2>&1; echo ----" for name, (command, _) in facts.items())
@@ -63,6 +64,6 @@ def check_git(env: SandboxEnvironment, agent_id: str, *, url: str, base_sha: str
             raise InfraFault(
                 f"git_setup:{name}",
                 f"{env.sandbox.spec.name}: `{command}` gives {found.get(name, '')[:500]!r}, expected {expected!r}",
-                "both agents start from the one base commit, without its upstream's history, with the pair's remote as origin",
+                "both agents start from the one base commit, without upstream's history, and the pair's remote is origin",
                 "prepare the task again; check that git works in the sandbox",
             )

@@ -1,7 +1,7 @@
 """The pair's git remote: bare repositories made inside a sandbox, and a clean clone that submissions are read from.
 
-No git runs on the host in a directory that agents can write. A submission is read from the remote, not from the agent's own
-clone: what the agent did to its clone, its git configuration or its sandbox changes nothing in what is graded.
+No git runs on the host in a directory that agents can write. A submission is read from the remote, not from the agent's
+own clone: what the agent did to its clone, its git configuration or its sandbox changes nothing in what is graded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cooperbench.agents._coop.runtime import normalize_patch
 from cooperbench.agents.mini_swe_agent_v2.connectors import GitConnector
@@ -25,7 +25,7 @@ PATCH_LIMITS = Limits(output_bytes=64 << 20)
 
 
 class _Reader:
-    """An environment in which a command that fails is a fault: the harness reads an error text as if it were a patch."""
+    """An environment in which a command that fails is a fault: the harness would read an error text as a patch."""
 
     def __init__(self, sandbox: Sandbox, cwd: str):
         self.sandbox, self.cwd = sandbox, cwd
@@ -80,7 +80,7 @@ class PairRemote:
         self.sandbox = open_sandbox(spec)
         for name in names:
             path = f"{self._inside}/{name}.git"
-            # Agents push with their own git and their own user ids: nothing may run in the background or ask for a hook.
+            # Agents push with git and a user id of their own: nothing may run in the background or need a hook.
             self._run(
                 "/",
                 f"git init -q --bare --shared=group --template= --initial-branch=main {path} && mkdir {path}/hooks "
@@ -96,7 +96,7 @@ class PairRemote:
         return f"{self._inside}/{self._repositories[agent_id]}.git"
 
     def binds(self, agent_id: str) -> tuple[tuple[Bind, ...], tuple[Bind, ...]]:
-        """(writable, read-only) binds for an agent's sandbox; hooks and configuration of the repository are read-only."""
+        """(writable, read-only) binds for an agent's sandbox; the repository's hooks and settings are read-only."""
         host = self._host / f"{self._repositories[agent_id]}.git"
         url = self.url(agent_id)
         return ((host, url),), ((host / "hooks", f"{url}/hooks"), (host / "config", f"{url}/config"))
@@ -118,7 +118,7 @@ class PairRemote:
         where = f"/workspace/{connector.agent_id}"
         # The harness ignores a fetch that fails, and would grade what was fetched before.
         self._run(where, "git fetch -q --prune --tags --force origin && git fetch -q --prune origin")
-        return normalize_patch(connector.submitted_patch(_Reader(self.sandbox, where)))
+        return normalize_patch(connector.submitted_patch(cast(Any, _Reader(self.sandbox, where))))
 
     def published(self, connector: GitConnector) -> bool:
         """Whether peers find on the remote what will be graded.

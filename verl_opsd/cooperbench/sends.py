@@ -1,8 +1,8 @@
 """Accounts for every `send_message` in a command: each call is delivered or refused, none is lost in silence.
 
-The harness finds these calls with regular expressions over the command string, and loses some of them: a heredoc call next
-to a quoted one, a quoted body with escaped quotes, a call whose removal leaves a broken command. This module reads the
-command on its own, and a command that the two readings disagree on is refused as a whole.
+The harness finds these calls with regular expressions over the command string, and loses some of them: a heredoc call
+next to a quoted one, a quoted body with escaped quotes, a call whose removal leaves a broken command. This module reads
+the command on its own, and a command that the two readings disagree on is refused as a whole.
 """
 
 from __future__ import annotations

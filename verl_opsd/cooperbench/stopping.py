@@ -1,6 +1,7 @@
 """How the two agents of a pair are stopped, and which signs of a broken harness void a run.
 
-An infrastructure fault of one agent ends the pair: the other stops before its next model call or while it waits for one.
+An infrastructure fault of one agent ends the pair: the other stops before its next model call, or while it waits for
+one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from verl_opsd.errors import InfraFault, OpsdError
 
@@ -19,8 +20,8 @@ T = TypeVar("T")
 #: Seconds between two signs of life while an agent waits for the model; the harness calls an agent dead after 600.
 HEARTBEAT_S = 60.0
 
-#: Lines that only a broken harness prints (name -> pattern). The shell's own wording is required, so that a command that
-#: merely mentions the text does not match.
+#: Lines that only a broken harness prints (name -> pattern). The shell's own wording is required, so that a command
+#: that merely mentions the text does not match.
 TRIPWIRES: dict[str, re.Pattern[str]] = {
     "gh_missing": re.compile(r"^[^\s:]*: (?:line )?\d+: gh: (?:command )?not found$", re.MULTILINE),
     "remote_is_upstream": re.compile(r"^fatal: could not read Username for ", re.MULTILINE),
@@ -95,9 +96,8 @@ class RunGuard:
                 raise
             self._heartbeat()
             timeout = max(0.0, min(HEARTBEAT_S, self._deadline - time.monotonic()))
-            concurrent.futures.wait(
-                {call, self.stop.future}, timeout=timeout, return_when=concurrent.futures.FIRST_COMPLETED
-            )
+            either: list[concurrent.futures.Future[Any]] = [call, self.stop.future]
+            concurrent.futures.wait(either, timeout=timeout, return_when=concurrent.futures.FIRST_COMPLETED)
         return call.result()
 
 
@@ -107,8 +107,8 @@ def tripwires_in(output: str) -> set[str]:
 
 
 def located(error: BaseException, where: str) -> OpsdError:
-    """The error that leaves the harness: a fault keeps its kind and gains ``where``; refusals of bad input pass unchanged;
-    anything else is a fault of kind ``message_store`` or ``harness_bug``, never a score. The caller chains the cause."""
+    """The error that leaves the harness, to be raised from ``error``: a fault keeps its kind and gains ``where``,
+    refusals of bad input pass unchanged, and anything else is a fault of kind ``message_store`` or ``harness_bug``."""
     import redis
 
     if isinstance(error, InfraFault):

@@ -271,7 +271,7 @@ def meta(config: DictConfig, opsd: OpsdConfig) -> dict[str, Any]:
         "devices": devices or [f"cpu x {os.cpu_count()}"],
         "harness": harness_identity(),
         "opsd": dataclasses.asdict(opsd),
-        "config": OmegaConf.to_container(config, resolve=False),
+        "config": OmegaConf.to_container(OmegaConf.masked_copy(config, [k for k in config if k != "hydra"]), resolve=False),
     }
 
 
