@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -354,12 +355,17 @@ def test_without_cgroups_the_rlimits_hold(make, monkeypatch):
 
 
 def test_start_to_first_command(make):
-    times = []
-    for _ in range(5):
+    """150 ms on an idle machine; on a busy one as much more as a plain process takes longer than its idle 2 ms."""
+    make()  # the checks that are made once a process
+    times, plain = [], []
+    for _ in range(8):
+        started = time.monotonic()
+        subprocess.run(["/bin/true"])
+        plain.append(time.monotonic() - started)
         started = time.monotonic()
         make().run(["true"], timeout_s=5)
         times.append(time.monotonic() - started)
-    assert min(times) <= 0.15, times
+    assert min(times) <= 0.15 * max(1, min(plain) / 0.002), (times, plain)
 
 
 def test_user_ids_come_from_the_documented_range(make):

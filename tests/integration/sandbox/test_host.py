@@ -13,7 +13,7 @@ import pytest
 from verl_opsd.cooperbench.sandbox import BubblewrapSandbox, SandboxSpec, make_sandbox, sandbox_report
 from verl_opsd.cooperbench.sandbox import host as host_module
 from verl_opsd.cooperbench.sandbox.host import STATE_ROOT, processes_of, reap_stale
-from verl_opsd.errors import OpsdError
+from verl_opsd.errors import InfraFault, OpsdError
 
 OWNER = """
 import sys, threading
@@ -149,7 +149,7 @@ def test_root_without_a_needed_capability_is_refused(make, tmp_path, lost):
     code = "import sys; from pathlib import Path; from verl_opsd.cooperbench.sandbox import *\n"
     code += "try: make_sandbox('bubblewrap', SandboxSpec('x', Path(sys.argv[1])))\n"
     code += "except OpsdError as e: print('refused:', e)"
-    code = code.replace("import *\n", "import *; from verl_opsd.errors import OpsdError\n")
+    code = code.replace("import *\n", "import *; from verl_opsd.errors import InfraFault, OpsdError\n")
     command = ["setpriv", f"--bounding-set=-{lost}", f"--inh-caps=-{lost}", sys.executable, "-c", code, tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("refused:"), done.stdout + done.stderr
@@ -193,3 +193,31 @@ def test_report_of_this_host(make):
         "git inside",
     ]
     assert all(ok for _, ok, _ in report), report
+
+
+def test_processes_that_start_together_reap_one_rest(make, tmp_path):
+    """As the workers of a run do that starts after a killed one."""
+    make()
+    (tmp_path / "owned").mkdir()
+    owner, _, label, groups = start_owner(tmp_path / "owned")
+    owner.kill()
+    owner.wait()
+    code = "from verl_opsd.cooperbench.sandbox import reap_stale; reap_stale()"
+    starters = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) for _ in range(4)]
+    assert [starter.wait(60) for starter in starters] == [0] * 4, [starter.stderr.read() for starter in starters]
+    assert not (STATE_ROOT / label).exists() and not any(group.exists() for group in groups)
+
+
+def test_a_failing_set_up_is_a_fault_and_leaves_nothing(make, tmp_path, monkeypatch):
+    make()
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("verl_opsd.cooperbench.sandbox.layout.write_state", fail)
+    (tmp_path / "w").mkdir()
+    with pytest.raises(InfraFault) as fault:
+        make_sandbox("bubblewrap", SandboxSpec("failing-setup", tmp_path / "w"))
+    assert fault.value.kind == "sandbox_unreachable" and "No space left" in str(fault.value)
+    assert not list(STATE_ROOT.glob("*failing-setup"))
+    assert "failing-setup" not in Path("/proc/mounts").read_text()

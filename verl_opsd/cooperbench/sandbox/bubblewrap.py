@@ -109,6 +109,9 @@ class BubblewrapSandbox:
                     "an empty command runs before a sandbox is handed out",
                     "run `opsd doctor`: it says which part of the sandbox this host does not permit",
                 )
+        except OSError as error:
+            self.close()
+            raise self._fault("sandbox_unreachable", f"it can't be set up: {error}") from error
         except BaseException:
             self.close()
             raise
