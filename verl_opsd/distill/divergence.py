@@ -43,7 +43,8 @@ def _kl(loga: Tensor, logb: Tensor) -> Tensor:
     below = d < -1
     near = a * excess(d.clamp_min(-1.0))
     far = b - a + a * torch.where(below, d, 0.0)
-    return torch.where(absent, b, torch.where(below, far, near)).sum(-1)
+    term = torch.where(absent, b, torch.where(below, far, near))
+    return torch.where(~absent & (logb == -torch.inf), torch.inf, term).sum(-1)
 
 
 def reverse_kl(logp: Tensor, logq: Tensor) -> Tensor:

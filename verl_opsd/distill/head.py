@@ -170,9 +170,10 @@ class LossPositionHead(nn.Linear):
         if task.kind == "score":
             # An empty slice, not 0 * x: it keeps the graph alive when N is 0, and finite when x is not.
             return (x.reshape(-1, x.shape[-1]).index_select(0, task.index_N) + x.reshape(-1)[:0].sum())[None]
+        if torch.compiler.is_compiling():  # a graph break; the decorator would import the compiler for everybody
+            return torch.compiler.disable(self._loss)(x, task)
         return self._loss(x, task)
 
-    @torch.compiler.disable
     def _loss(self, x: Tensor, task: HeadTask) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             flat_MH = x.reshape(-1, x.shape[-1])
