@@ -229,28 +229,31 @@ def test_sampled_estimators(name: str) -> None:
         assert again == pytest.approx(loss.item(), rel=1e-5) and relative_error(gx, want_gx) < 1e-5
 
 
+GATE = SurprisalGate(0.7, -3.0)
+#: name -> (weights, their definition), each given a limit in nats that lies among the divergences at hand
 WEIGHTS = {
-    "threshold": ((Threshold(0.3),), lambda div, logp: (div > 0.3).double()),
-    "gate": ((SurprisalGate(0.7, -3.0),), lambda div, logp: 1 / (1 + (-0.7 * (logp + 3.0)).exp())),
-    "clip": ((Clip(0.3),), lambda div, logp: torch.minimum(torch.ones_like(div), 0.3 / div)),
-}
-WEIGHTS["all"] = (
-    tuple(w for ws, _ in list(WEIGHTS.values()) for w in ws),
-    lambda div, logp: (
-        WEIGHTS["threshold"][1](div, logp) * WEIGHTS["gate"][1](div, logp) * WEIGHTS["clip"][1](div, logp)
+    "threshold": lambda limit: ((Threshold(limit),), lambda div, logp: (div > limit).double()),
+    "gate": lambda limit: ((GATE,), lambda div, logp: 1 / (1 + (-0.7 * (logp + 3.0)).exp())),
+    "clip": lambda limit: ((Clip(limit),), lambda div, logp: torch.where(div > limit, limit / div, 1.0)),
+    "all": lambda limit: (
+        (Threshold(limit / 2), GATE, Clip(limit)),
+        lambda div, logp: (
+            (div > limit / 2) / (1 + (-0.7 * (logp + 3.0)).exp()) * torch.where(div > limit, limit / div, 1.0)
+        ),
     ),
-)
+}
 
 
 @pytest.mark.parametrize("which", WEIGHTS)
 @pytest.mark.parametrize("base", [SPECS[0], SPECS[7], SPECS[9]], ids=label)
 def test_data_dependent_weights_multiply_the_coefficient(which: str, base: LossSpec) -> None:
-    weights, formula = WEIGHTS[which]
     plain = {"anchor": None, "anchor_coef_N": None}
     head, x, task = make(seed=4, loss=base, **plain)
     _, _, _, div, _, logp = expected(head, x, task)
-    weight = formula(div, logp.gather(-1, task.labels_N[:, None])[:, 0]).detach()
-    assert weight.max() > 0 and (weight.min() < weight.max() or which == "threshold")
+    div = div.detach()
+    weights, definition = WEIGHTS[which](float(div.min() + div.max()) / 2)
+    weight = definition(div, logp.gather(-1, task.labels_N[:, None])[:, 0]).detach()
+    assert weight.min() < weight.max()
     task.coef_N = (task.coef_N.double() * weight).float()
     want, want_gx, *_ = expected(head, x, task)
     head, x, task = make(seed=4, loss=LossSpec(**{**base.__dict__, "weights": weights}), chunk=2, **plain)

@@ -64,7 +64,9 @@ def test_any_cut_of_the_rows_gives_the_same_coefficients(positions, reduction, d
             [torch.tensor([w for _, w in values], dtype=torch.float64) for _, values in pieces],
         )
         return sorted(
-            (key, *v, c) for (key, vs), row in zip(pieces, got, strict=True) for v, c in zip(vs, row.tolist())
+            (key, *v, c)
+            for (key, vs), row in zip(pieces, got, strict=True)
+            for v, c in zip(vs, row.tolist(), strict=True)
         )
 
     whole = list(rows.items())
@@ -75,7 +77,7 @@ def test_any_cut_of_the_rows_gives_the_same_coefficients(positions, reduction, d
     pieces = data.draw(st.permutations(pieces))
     for a, b in zip(coefs(whole), coefs(pieces), strict=True):
         assert a[:-1] == b[:-1] and a[-1] == pytest.approx(b[-1], rel=1e-6)
-    assert sum(w * 0 + c for *_, w, c in coefs(whole)) == pytest.approx(1.0, rel=1e-5)
+    assert sum(c for *_, c in coefs(whole)) == pytest.approx(1.0, rel=1e-5)
 
 
 def test_refusals() -> None:
