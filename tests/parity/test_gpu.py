@@ -72,7 +72,7 @@ def test_head_in_bf16_is_the_head_in_fp32(spec: LossSpec, tied_teacher: bool) ->
         model.get_output_embeddings = lambda linear=linear: linear
         head = install_head(model)
         head.weight.data.copy_(weight)
-        leaf = x.to(dtype).requires_grad_()
+        leaf = x.detach().to(dtype, copy=True).requires_grad_()
         head.task = HeadTask(
             kind="loss",
             index_N=torch.arange(n, device="cuda"),

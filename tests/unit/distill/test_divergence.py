@@ -42,7 +42,7 @@ def test_value_and_gradient_are_the_definition(name: str, apart: float) -> None:
     assert ((value - want).abs() <= torch.clamp(1e-5 * want, min=1e-7)).all()
     (got_grad,) = torch.autograd.grad(value.sum(), student)
     (want_grad,) = torch.autograd.grad(want.sum(), student64)
-    # Logits are rounded to float32 (6e-8 of about 5), so a difference of 1e-3 between them has 3e-4 relative error at most.
+    # Logits are rounded to float32 (6e-8 of about 5): a difference of 1e-3 has up to 3e-4 relative error.
     tolerance = 1e-5 if apart >= 0.1 else 5e-4
     assert (got_grad - want_grad).norm() <= tolerance * want_grad.norm()
 
@@ -120,7 +120,7 @@ def test_infinite_where_the_second_distribution_lacks_what_the_first_has() -> No
 
 
 def expected_over_student(estimator, student: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(expected value, expected gradient) of an estimator when the token is drawn from the student (drawing detached)."""
+    """(expected value, expected gradient) of an estimator whose token is drawn from the student; drawing detached."""
     leaf = student.detach().requires_grad_()
     logp, logq = leaf.log_softmax(-1), teacher.log_softmax(-1)
     value = (logp.detach().exp() * estimator(logp, logq)).sum(-1)

@@ -177,7 +177,7 @@ def test_a_support_signal_of_another_shape_is_refused() -> None:
 
 
 def test_forward_kl_on_a_support_where_the_student_has_more_mass_than_the_teacher() -> None:
-    """Three tokens, support = {0}. The truncated sum q_0 log(q_0 / p_0) is negative and would be clamped to a zero gradient."""
+    """Three tokens, support {0}: the truncated sum q_0 log(q_0 / p_0) is negative; clamped, it has no gradient."""
     student = torch.tensor([[0.8, 0.1, 0.1]]).log().requires_grad_()
     q = torch.tensor([[0.6, 0.3, 0.1]])
     ids = torch.tensor([[0]])
