@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
-from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from verl_opsd.distill.head import HeadTask, LossPositionHead
@@ -96,10 +95,8 @@ def startup_checks(engine: OpsdEngine, loss: OpsdLoss) -> list[Check]:
 def _head_error(engine: OpsdEngine) -> float:
     """Log-probabilities inside the head against the model's own logits; its loss against the sum of its values."""
     ids = torch.randint(engine.head.out_features, (19,), generator=torch.Generator().manual_seed(1))
-    inputs = TensorDict({k: jagged([v]) for k, v in (("input_ids", ids), ("position_ids", torch.arange(19)))}, batch_size=1)
-    tu.assign_non_tensor(inputs, temperature=1.0, use_remove_padding=engine.use_remove_padding)
     device = get_device_id()
-    inputs, labels_N = inputs.to(device), ids[1:].to(device)
+    inputs, labels_N = engine.inputs([ids]), ids[1:].to(device)
     uniform = Signal(hidden_NH=torch.zeros(18, engine.head.in_features, device=device), head_id="student")
     index_N, one_N = torch.arange(18, device=device), torch.ones(18, device=device)
     task = HeadTask("loss", index_N, labels_N=labels_N, teacher=uniform, coef_N=one_N)

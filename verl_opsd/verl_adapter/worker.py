@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ class OpsdTrainingWorker(TrainingWorker):
 
     engine: OpsdEngine
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def set_loss_fn(self, loss_fn: Any) -> None:
         """verl's; an :class:`OpsdLoss` is checked against the engine first.
 
@@ -64,7 +64,7 @@ class OpsdTrainingWorker(TrainingWorker):
         return super().train_mini_batch(data)
 
     def _score(self, data: TensorDict, loss: OpsdLoss) -> None:
-        wanted = {"opsd_signal": "view"} | ({"opsd_base": "own"} if loss.anchor else {})
+        wanted: dict[str, Literal["view", "own"]] = {"opsd_signal": "view"} | ({"opsd_base": "own"} if loss.anchor else {})
         for name, source in wanted.items():
             given = torch.tensor(int(name in data), device=get_device_id())
             dist.all_reduce(given, op=dist.ReduceOp.SUM)
@@ -134,6 +134,7 @@ class OpsdWorker(ActorRolloutRefWorker):
     """verl's actor worker with :class:`OpsdEngine` inside, and what the trainer asks of it."""
 
     actor_worker_cls = OpsdTrainingWorker
+    actor: OpsdTrainingWorker  # type: ignore[assignment]
 
     def __init__(self, *args: Any, **kwargs: Any):
         select_engine()
@@ -154,19 +155,19 @@ class OpsdWorker(ActorRolloutRefWorker):
         """
         return self.actor.control(data)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def opsd_checks(self) -> list[checks.Check]:
         """Start-up checks (``checks.startup_checks``), the same on every rank; needs ``set_loss_fn`` before. Stop a run with
         ``checks.require``."""
         return self.actor.run_checks()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def opsd_logprobs(self, sequences: list[list[int]], positions: list[list[int]]) -> list[np.ndarray]:
         """Log-probabilities float32[P, V] (nats) of the trained weights for the publish guard; empty but on rank 0."""
         out = self.actor.logprobs(sequences, positions)
         return out if self.rank == 0 else []
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def opsd_adapter_stats(self) -> dict[str, Any]:
         """Number, dtypes and largest lora_B entry of the adapter tensors (``checks.adapter_stats``)."""
         return self.actor.adapter_stats()

@@ -11,6 +11,7 @@ from ranks import (
     ADAPTER,
     INITIAL,
     MODELS,
+    WORLD,
     all_rows,
     build,
     compare,
@@ -31,11 +32,12 @@ from verl_opsd.verl_adapter import checks
 def case_control() -> dict:
     out: dict[str, Any] = {}
     rows = all_rows()
-    for name, engine, loss in (
-        ("lora", build("untied"), ADAPTER),
-        ("full", build("tied", False), INITIAL),
-        ("dynamic", build("untied", dynamic=True), ADAPTER),
-    ):
+    for name, model, lora, loss in (
+        ("lora", "untied", True, ADAPTER),
+        ("full", "tied", False, INITIAL),
+        ("dynamic", "untied", True, ADAPTER),
+    )[: 3 if WORLD == 1 else 2]:
+        engine = build(model, lora, dynamic=name == "dynamic")
         engine.prepare(loss)
         set_params(engine, "", 0.2, seed=11)
         settings = dict(micro=2, dynamic=name == "dynamic")
@@ -85,7 +87,7 @@ def case_checks() -> dict:
         ("tied", False, INITIAL),
         ("hybrid", True, ADAPTER),
         ("granite", True, ADAPTER),
-    ):
+    )[: 4 if WORLD == 1 else 2]:
         engine = build(name, lora)
         found = checks.startup_checks(engine, loss)
         out[name] = {c["name"]: c for c in found}

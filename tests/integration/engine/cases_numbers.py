@@ -57,13 +57,16 @@ def case_adapter_dtype() -> dict:
 
 
 def case_bf16() -> dict:
-    results = {}
+    results, layout = {}, {}
     for dtype in ("fp32", "bf16"):
         engine = build("untied", dtype=dtype)
         results[dtype] = one_step(engine, batch(mine(all_rows())), ADAPTER)
+        for name, measured in (("untied", engine), ("hybrid", build("hybrid", dtype=dtype))):
+            layout[f"{name}_{dtype}"] = [measured.measure_layout(), measured.layout_threshold]
     a, b = (torch.cat([g.flatten() for _, g in sorted(results[d]["grads"].items())]) for d in ("fp32", "bf16"))
     kl = [torch.tensor(results[d]["divergence"]) for d in ("fp32", "bf16")]
     return {
+        "layout": layout,
         "cosine": float(torch.cosine_similarity(a, b, 0)),
         "kl": float((kl[0] - kl[1]).abs().max()),
         "mean": float(kl[0].mean()),

@@ -126,7 +126,7 @@ def case_uneven() -> dict:
 def case_grouping() -> dict:
     """A scoring pass in groups by token budget or by sequences gives what one sequence at a time gives."""
     alone = build("untied", packed=False)
-    out = {}
+    out: dict[str, Any] = {}
     want = torch.cat(alone.score(batch(mine(all_rows(per_turn=True))), ADAPTER))
     for name, dynamic in (("tokens", True), ("sequences", False)):
         engine = build("untied", dynamic=dynamic)
@@ -135,4 +135,14 @@ def case_grouping() -> dict:
         engine.score(batch(mine(all_rows(per_turn=True))), ADAPTER)
         alone.score(batch(mine(all_rows(per_turn=True))), ADAPTER)
         out[name] = {"error": float((got - want).abs().max()), "forwards": engine.forwards, "alone": alone.forwards}
+    return out
+
+
+def case_rope() -> dict:
+    """Position ids of multimodal models: verl's own preparation of the scoring inputs, packed and padded."""
+    out = {}
+    for packed in (True, False):
+        engine = build("untied", packed=packed)
+        prepared, _ = engine.prepare_model_inputs(engine.inputs([torch.arange(5), torch.arange(3)], rope_rows=4))
+        out["packed" if packed else "padded"] = prepared["position_ids"].tolist()
     return out

@@ -8,7 +8,7 @@ from typing import Any
 import cpu_platform  # noqa: F401
 import torch
 from ranks import ADAPTER, MODELS, RANK, WORLD, all_rows, configs, gathered, means, mine, refusal, set_params
-from tiny import batch, full
+from tiny import batch, full, make_row
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import TrainingWorkerConfig
 
@@ -31,6 +31,7 @@ def _worker(**kwargs: Any) -> OpsdTrainingWorker:
 
 def case_worker() -> dict:
     rows = all_rows(8)
+    rows[5] = make_row(105, loss_tokens=False)  # as a padding row
 
     def update(signal: bool | None) -> tuple[dict, int, list]:
         worker = _worker()
