@@ -13,6 +13,7 @@ from verl_opsd.cooperbench.prepare import load_prepared
 from verl_opsd.cooperbench.qualification import gold_merge, require_qualified
 from verl_opsd.cooperbench.types import PairTask, PreparedTask
 
+
 def gold(pair: PairTask, feature_id: int) -> str:
     """The gold patch of a feature."""
     return (pair.task_dir / f"feature{feature_id}" / "feature.patch").read_text()
@@ -69,10 +70,8 @@ def test_gold_pair(name: str, pairs: dict[str, PairTask], qualified: tuple[Path,
 
 
 @pytest.mark.parametrize("task", discover(POCKET_DIR), ids=lambda t: t.repo)
-def test_the_combined_patch_passes_every_suite(
-    task: object, qualified: tuple[Path, dict[str, FeatureTable]]
-) -> None:
-    cache, tables = qualified
+def test_the_combined_patch_passes_every_suite(task: object, qualified: tuple[Path, dict[str, FeatureTable]]) -> None:
+    cache, _ = qualified
     prepared: PreparedTask = load_prepared(cache, task.repo, task.task_id)
     combined = (task.task_dir / "combined.patch").read_text()
     for feature_id in task.features:
