@@ -19,21 +19,7 @@ HOST_BIN = "/opt/host-bin"
 LOCAL_BIN = "/usr/local/bin"
 BASE_ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": HOME, "LANG": "C.UTF-8"}
 SHM_BYTES = 64 << 20
-RESERVED = (
-    "/",
-    "/bin",
-    "/dev",
-    "/etc",
-    "/home",
-    "/lib",
-    "/lib64",
-    "/proc",
-    "/sbin",
-    "/tmp",
-    "/usr",
-    WORKSPACE,
-    HOME,
-)
+RESERVED = ("/", "/bin", "/dev", "/etc", "/home", "/lib", "/lib64", "/proc", "/sbin", "/tmp", "/usr", HOME)
 
 # The repository that two agents share holds hooks and settings that either can write: no hook runs by default.
 GITCONFIG = """\
@@ -99,7 +85,7 @@ def check_binds(spec: SandboxSpec) -> None:
         OpsdError: a missing host path, a path inside that is not absolute and plain, reserved or named twice, or a
             writable host path that is a symbolic link (it may point anywhere by the time it is mounted).
     """
-    seen = set()
+    seen = set(RESERVED)
     for source, inside in ((spec.workspace, WORKSPACE), *spec.ro_binds, *spec.rw_binds):
         if not Path(source).exists():
             raise OpsdError(
@@ -108,10 +94,10 @@ def check_binds(spec: SandboxSpec) -> None:
                 "create it first",
             )
         plain = inside.startswith("/") and str(PurePosixPath(inside)) == inside and ".." not in inside.split("/")
-        if not plain or inside in seen or (inside in RESERVED and source is not spec.workspace):
+        if not plain or inside in seen:
             raise OpsdError(
                 f"sandbox {spec.name}: {source} can't be mounted at {inside!r}",
-                "a path inside is absolute and normal, named once, and none of " + ", ".join(RESERVED),
+                "a path inside is absolute and normal, named once, and none of " + ", ".join((*RESERVED, WORKSPACE)),
                 "choose another path inside",
             )
         seen.add(inside)

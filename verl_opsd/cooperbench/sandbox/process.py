@@ -1,8 +1,8 @@
 """The plain-process sandbox: the same protocol, no isolation. For machines that permit no namespaces, on request only.
 
 What it is not: a boundary. A command runs as this process's user on the bare host. It can read the data set with its
-gold patches and hidden tests, read and write whatever the user can, use the network, and leave a process behind that has
-moved to its own session. Paths are not mapped either: ``/workspace`` works as a command's directory only.
+gold patches and hidden tests, read and write whatever the user can, use the network, and leave a process behind in a
+session of its own. Paths are not mapped either: ``/workspace`` works as a command's directory only.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from verl_opsd.cooperbench.sandbox.spawn import (
     watch,
 )
 from verl_opsd.errors import InfraFault, OpsdError
+
+END_WAIT_S = 10.0
 
 
 class PlainProcessSandbox:
@@ -106,7 +108,12 @@ class PlainProcessSandbox:
                 with self._lock:
                     self._running.discard(process.pid)
                     _kill_group(process.pid)  # before wait: the id can't be another group's yet
+                gone = _wait_group(process.pid)
                 code = process.wait()
+            if not gone:
+                raise self._fault(
+                    "sandbox_died", f"process group {process.pid} is still there {END_WAIT_S:.0f} s later"
+                )
             output.drain()
             seconds = time.monotonic() - started
             if self._closed:
@@ -141,6 +148,25 @@ class PlainProcessSandbox:
                 _kill_group(group)
         if self._home.exists():
             shutil.rmtree(self._home)
+
+
+def _wait_group(group: int) -> bool:
+    """Waits until a killed group has only zombies left: the kernel ends its processes one by one."""
+    deadline = time.monotonic() + END_WAIT_S
+    while _group_lives(group):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def _group_lives(group: int) -> bool:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, its_group = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def _kill_group(group: int) -> None:
