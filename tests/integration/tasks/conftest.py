@@ -42,7 +42,10 @@ def prepared(cache: Path) -> dict[str, PreparedTask]:
 def qualified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, FeatureTable]]:
     """Another cache whose pocket tasks are all qualified, and the tables by the library's name."""
     cache = tmp_path_factory.mktemp("qualified")
-    tables = {_library(task.repo): qualify(task.task_dir, prepare(task.task_dir, None, cache)) for task in discover(POCKET_DIR)}
+    tables = {
+        _library(task.repo): qualify(task.task_dir, prepare(task.task_dir, None, cache))
+        for task in discover(POCKET_DIR)
+    }
     return cache, tables
 
 
@@ -55,12 +58,18 @@ def pairs() -> dict[str, PairTask]:
 
 @pytest.fixture
 def make_patch(tmp_path: Path) -> Callable[..., str]:
-    """``make_patch(prepared, edits, *patches)``: git's diff of a base tree with patches applied and files then written."""
+    """``make_patch(prepared, edits, *patches)``: git's diff of a base tree after patches and then edits."""
 
     def make(prepared: PreparedTask, edits: Edits, *patches: str) -> str:
         def git(*args: str, stdin: str | None = None) -> str:
             done = subprocess.run(
-                ["git", *args], cwd=repo, input=stdin, check=True, capture_output=True, text=True, errors="surrogateescape"
+                ["git", *args],
+                cwd=repo,
+                input=stdin,
+                check=True,
+                capture_output=True,
+                text=True,
+                errors="surrogateescape",
             )
             return done.stdout
 

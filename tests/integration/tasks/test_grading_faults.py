@@ -63,13 +63,14 @@ def test_a_patch_is_applied_byte_for_byte(pair: PairTask, task: PreparedTask, ma
         "assert (here / 'dos.txt').read_bytes() == b'a\\r\\nb\\r\\n'\n"
         "assert (here / 'latin.txt').read_bytes() == b'\\xe9\\n'\n"
     )
-    (pair_patch := make_patch(task, {"textkit/__init__.py": check, "textkit/quote.sh": "echo 'a'\\''b'\n"}, gold(pair, 1)))
-    for name, line, count in (("dos.txt", "+a\r\n+b\r\n", 2), ("latin.txt", "+\udce9\n", 1)):
-        pair_patch += f"diff --git a/textkit/{name} b/textkit/{name}\nnew file mode 100644\n--- /dev/null\n+++ b/textkit/{name}\n"
-        pair_patch += f"@@ -0,0 +1,{count} @@\n{line}"
-    grade = grade_patch(pair, 1, task, pair_patch)
+    edits = {"textkit/__init__.py": check, "textkit/quote.sh": "echo 'a'\\''b'\n"}
+    patch = make_patch(task, edits, gold(pair, 1))
+    for path, lines, count in (("textkit/dos.txt", "+a\r\n+b\r\n", 2), ("textkit/latin.txt", "+\udce9\n", 1)):
+        patch += f"diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n+++ b/{path}\n"
+        patch += f"@@ -0,0 +1,{count} @@\n{lines}"
+    grade = grade_patch(pair, 1, task, patch)
     assert grade.passed, grade.output
-    assert passed(grade_pair(pair, task, pair_patch, gold(pair, 2)))[0] is False  # `git diff` itself drops the latin bytes
+    assert grade_pair(pair, task, patch, gold(pair, 2)).reward == 1.0
 
 
 def garbage(seed: int, length: int) -> str:
@@ -134,7 +135,7 @@ def test_identical_patches(pair: PairTask, task: PreparedTask, make_patch: MakeP
 
 HANGS = {
     "loop": "while True:\n    pass\n",
-    "ignores signals": "import signal, time\nfor s in (1, 2, 13, 15):\n    signal.signal(s, signal.SIG_IGN)\ntime.sleep(600)\n",
+    "ignores signals": "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)\n",
     "leaves a child": "import os, time\nif not os.fork():\n    os.setsid()\ntime.sleep(600)\n",
 }
 
@@ -181,7 +182,9 @@ HACKS: dict[str, dict[str, str]] = {
     "conftest below": {"tests/conftest.py": ALWAYS_PASS},
     "pytest.ini": {"pytest.ini": f"[pytest]\n{ONE_TEST}", "more/check_one.py": "def test_one():\n    pass\n"},
     "setup.cfg": {"setup.cfg": f"[tool:pytest]\n{ONE_TEST}", "more/check_one.py": "def test_one():\n    pass\n"},
-    "sitecustomize": {"sitecustomize.py": "import sys\nif 'pytest' in sys.orig_argv:\n" + "    " + FAKE_RUN.replace("\n", "\n    ")},
+    "sitecustomize": {
+        "sitecustomize.py": "import sys\nif 'pytest' in sys.orig_argv:\n" + "    " + FAKE_RUN.replace("\n", "\n    ")
+    },
     "pytest module": {"pytest.py": FAKE_RUN},
     "pytest package": {"pytest/__init__.py": "", "pytest/__main__.py": FAKE_RUN},
 }
@@ -200,7 +203,7 @@ def test_a_patch_does_not_decide_how_tests_run(
     unguarded = tmp_path / "runner.sh"
     unguarded.write_text("guarded=NOTHING\n".join(_split_at_guard(task.runner.read_text())))
     hacked = grade_patch(pair, 1, replace(task, runner=unguarded), patch)
-    assert hacked.passed or hacked.tests_passed + hacked.tests_failed != grade.tests_passed + grade.tests_failed
+    assert hacked.passed, hacked.output
 
 
 def _split_at_guard(runner: str) -> list[str]:
@@ -210,7 +213,9 @@ def _split_at_guard(runner: str) -> list[str]:
     return ["".join(lines[:first]), "".join(lines[last + 1 :])]
 
 
-@pytest.mark.parametrize("path", ["tests/test_cases.py", "Tests/test_cases.py", "test_cases.py", "textkit/test/helper.py"])
+@pytest.mark.parametrize(
+    "path", ["tests/test_cases.py", "Tests/test_cases.py", "test_cases.py", "textkit/test/helper.py"]
+)
 def test_own_test_files_do_not_get_in_the_way_of_hidden_ones(
     pair: PairTask, task: PreparedTask, make_patch: MakePatch, path: str
 ) -> None:
@@ -225,7 +230,9 @@ def test_skipped_tests_do_not_count(
     """Exit code 0 and no failure, but fewer tests pass than with the gold patch."""
     task = load_prepared(qualified[0], pair.repo, pair.task_id)
     source = (task.base / "textkit" / "cases.py").read_text()
-    skipping = source.replace("def slugify(text):", "def slugify(text, max_length=None):\n    import pytest\n    pytest.skip()")
+    skipping = source.replace(
+        "def slugify(text):", "def slugify(text, max_length=None):\n    import pytest\n    pytest.skip()"
+    )
     grade = grade_pair(pair, task, make_patch(task, {"textkit/cases.py": skipping}), gold(pair, 2))
     assert [(f.exit_code, f.passed) for f in grade.features] == [(0, False), (0, False)]
     assert grade.features[0].tests_passed < 17
@@ -237,9 +244,7 @@ def test_a_printed_summary_is_not_a_test_run(pair: PairTask, task: PreparedTask,
 
 
 def test_the_grader_does_not_see_the_dataset(pair: PairTask, task: PreparedTask) -> None:
-    with grading_sandbox(
-        task, pair.dataset_dir, {}, backend="bubblewrap", allow_unsafe=False, timeout_s=30
-    ) as box:
+    with grading_sandbox(task, pair.dataset_dir, {}, backend="bubblewrap", allow_unsafe=False, timeout_s=30) as box:
         assert box.exec("ls", str(pair.dataset_dir / pair.repo)).returncode != 0
         assert box.exec("bash", "-c", "ls /patches").output == ""
         assert box.exec("bash", "-c", f"echo x >> {task.runner}; echo x >> /usr/local/bin/runner.sh").returncode != 0
@@ -349,4 +354,7 @@ def test_nothing_is_left_behind(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     grade_pair(pair, task, gold(pair, 1), gold(pair, 2))
     assert list(tmp_path.iterdir()) == []
-    assert not (task.base / "conftest.py").exists() and (task.base / ".git" / "HEAD").read_text() == "ref: refs/heads/main\n"
+    assert (
+        not (task.base / "conftest.py").exists()
+        and (task.base / ".git" / "HEAD").read_text() == "ref: refs/heads/main\n"
+    )

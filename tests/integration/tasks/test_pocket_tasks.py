@@ -12,6 +12,8 @@ from verl_opsd.cooperbench.grading import grade_pair, grade_patch
 from verl_opsd.cooperbench.prepare import load_prepared
 from verl_opsd.cooperbench.qualification import gold_merge, require_qualified
 from verl_opsd.cooperbench.types import PairTask, PreparedTask
+from verl_opsd.errors import OpsdError
+
 
 def gold(pair: PairTask, feature_id: int) -> str:
     """The gold patch of a feature."""
@@ -69,14 +71,24 @@ def test_gold_pair(name: str, pairs: dict[str, PairTask], qualified: tuple[Path,
 
 
 @pytest.mark.parametrize("task", discover(POCKET_DIR), ids=lambda t: t.repo)
-def test_the_combined_patch_passes_every_suite(
-    task: object, qualified: tuple[Path, dict[str, FeatureTable]]
-) -> None:
-    cache, tables = qualified
+def test_the_combined_patch_passes_every_suite(task: object, qualified: tuple[Path, dict[str, FeatureTable]]) -> None:
+    cache, _ = qualified
     prepared: PreparedTask = load_prepared(cache, task.repo, task.task_id)
     combined = (task.task_dir / "combined.patch").read_text()
     for feature_id in task.features:
         assert grade_patch(task.task_dir, feature_id, prepared, combined).passed
+
+
+@pytest.mark.parametrize("name", ["ledger/1+3", "ledger/3+4"])
+def test_the_plain_process_sandbox_gives_the_same_grade(
+    name: str, pairs: dict[str, PairTask], prepared: dict[str, PreparedTask]
+) -> None:
+    pair = pairs[name]
+    patches = [gold(pair, f) for f in pair.features]
+    grade = grade_pair(pair, prepared["ledger"], *patches, backend="process", allow_unsafe=True)
+    assert (grade.merge, grade.reward) == (MERGES[name], 1.0 if MERGES[name] == "clean" else 0.0)
+    with pytest.raises(OpsdError, match="isolates nothing"):
+        grade_pair(pair, prepared["ledger"], *patches, backend="process")
 
 
 def test_one_agent_may_do_all_the_work(pairs: dict[str, PairTask], prepared: dict[str, PreparedTask]) -> None:
