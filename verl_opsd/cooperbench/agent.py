@@ -89,7 +89,7 @@ class PairAgent(DefaultAgent):
         sends = account(action["command"])
         if sends.occurrences and not sends.rejected and sends.residue.strip():
             # Taking a call out of `a; send_message ...; b` leaves `a; ; b`, which the shell refuses as a whole.
-            syntax = self.env.sandbox.run(["bash", "-n", "-c", sends.residue], timeout_s=self.env.timeout_s)
+            syntax = self.env.sandbox.run(["bash", "-n", "-c", "--", sends.residue], timeout_s=self.env.timeout_s)
             sends = Sends(sends.occurrences, syntax.returncode != 0, sends.residue)
         return ({**action, "command": _REFUSED} if sends.rejected else action), sends
 

@@ -20,7 +20,7 @@ MAX_COMMAND_BYTES = 131_071
 
 # The login shell resets PATH (Debian's /etc/profile), so the task's toolchain is put in front of it afterwards. The
 # command runs in a shell of its own: its error messages are those of a plain `bash -c`.
-_LOGIN_SHELL = 'export PATH="$1:$PATH"; exec bash -c "$2"'
+_LOGIN_SHELL = 'export PATH="$1:$PATH"; exec bash -c -- "$2"'
 
 
 class SandboxEnvironment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from verl_opsd.cooperbench.pair import PairPlace
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 AGENTS = ("agent1", "agent2")
 
 #: The harness calls an agent dead when it shows no sign of life for this many seconds, and a command shows none.
@@ -46,7 +48,7 @@ async def run_pair(
     Args:
         sessions: a gateway session for ``agent1`` and one for ``agent2``.
         work_dir: where this pair makes a directory of its own; it is gone afterwards unless ``keep``.
-        loop: the running loop, which the sessions belong to.
+        loop: the running loop that the sessions belong to; this function may run on another one.
         executor: threads for the agents, two for each pair that runs at once; an agent blocks its thread.
         allow_unsafe: passed to the sandbox backend.
         brief_texts: agent -> text appended to its system message (the actor's own prompt); default none.
@@ -57,26 +59,25 @@ async def run_pair(
         OpsdError: the arguments contradict one another or the contract.
     """
     started = time.monotonic()
-    stop = StopSignal()
+    here, stop = asyncio.get_running_loop(), StopSignal()
     place: PairPlace | None = None
     run: PairRun | None = None
     error: BaseException | None = None
 
     def start(work: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        return loop.run_in_executor(executor, _reporting, stop, work, *args)
+        return here.run_in_executor(executor, _reporting, stop, work, *args)
 
     # Stopping has a thread of its own: it is what ends a command that an agent's thread waits for.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="pair-stop") as stopper:
 
         def end_commands() -> asyncio.Future[None] | None:
-            return loop.run_in_executor(stopper, place.stop) if place is not None else None
+            return here.run_in_executor(stopper, place.stop) if place is not None else None
 
         try:
             checks = (pair, prepared, set(sessions), contract, sandbox_backend, set(brief_texts or {}))
             await _all(stop, end_commands, [start(_check, *checks)])
-            from verl_opsd.cooperbench.pair import PairPlace  # imports the harness: seconds, so not before it is needed
-
-            place = PairPlace(pair, prepared, contract, AGENTS, work_dir, episode_id, sandbox_backend, allow_unsafe)
+            settings = (pair, prepared, contract, AGENTS, work_dir, episode_id, sandbox_backend, allow_unsafe)
+            (place,) = await _all(stop, end_commands, [start(_place, *settings)])
             await _all(stop, end_commands, [start(place.open)])
             await _all(stop, end_commands, [start(place.open_agent, a) for a in AGENTS])
             briefs = brief_texts or {}
@@ -88,14 +89,23 @@ async def run_pair(
             error = caught
         if place is not None:
             try:
-                await _uninterrupted([loop.run_in_executor(stopper, place.close, keep)])
+                await _uninterrupted([here.run_in_executor(stopper, place.close, keep)])
             except BaseException as caught:
+                if error is not None:
+                    _log.error("%s (%s): closing failed after %r", pair.key, episode_id, error, exc_info=caught)
                 error = error or caught
     if error is None and run is not None:
         return run
     if not isinstance(error, Exception):  # cancelled, or the process is ending
         raise error or AssertionError("a pair ends with a run or an error")
-    raise located(error, f"{pair.key} ({episode_id})") from error
+    leaving = located(error, f"{pair.key} ({episode_id})")
+    raise leaving from (None if leaving is error else error)
+
+
+def _place(*settings: Any) -> PairPlace:
+    from verl_opsd.cooperbench.pair import PairPlace  # imports the harness: seconds, so on an agent's thread
+
+    return PairPlace(*settings)
 
 
 def _reporting(stop: StopSignal, work: Callable[..., T], *args: Any) -> T:

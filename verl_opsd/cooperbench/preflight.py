@@ -64,6 +64,6 @@ def check_git(env: SandboxEnvironment, agent_id: str, *, url: str, base_sha: str
             raise InfraFault(
                 f"git_setup:{name}",
                 f"{env.sandbox.spec.name}: `{command}` gives {found.get(name, '')[:500]!r}, expected {expected!r}",
-                "both agents start from the one base commit, without upstream's history, and the pair's remote is origin",
+                "agents start from the one base commit, without upstream's history, and the pair's remote is origin",
                 "prepare the task again; check that git works in the sandbox",
             )

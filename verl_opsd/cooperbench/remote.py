@@ -116,6 +116,8 @@ class PairRemote:
             InfraFault: kind ``patch_unreadable``; never an empty patch for a failure.
         """
         where = f"/workspace/{connector.agent_id}"
+        if not self._run(where, f"git ls-remote --heads origin refs/heads/{connector.agent_id}"):
+            return ""  # the agent took its branch back; with a pull request left, the harness would grade an error text
         # The harness ignores a fetch that fails, and would grade what was fetched before.
         self._run(where, "git fetch -q --prune --tags --force origin && git fetch -q --prune origin")
         return normalize_patch(connector.submitted_patch(cast(Any, _Reader(self.sandbox, where))))

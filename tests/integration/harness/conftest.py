@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import Script
+from scripted_pair import Script
 
 import verl_opsd
 from verl_opsd.contract import EvalContract

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from scripted import PR, Script, until
+from scripted_pair import PR, Script, until
 
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.harness import run_pair
@@ -109,18 +109,11 @@ def test_a_remote_that_cannot_be_read_is_not_an_empty_patch(play):
     assert caught.value.kind == "patch_unreadable"
 
 
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
-        ("rm /usr/local/bin/gh; gh pr list", "gh_missing"),
-        ("printf 'send_'> x; echo 'message agent2 hi' >> x; bash x", "send_message_missing"),
-        ("echo \"fatal: could not read Username for 'https://github.com'\"", "remote_is_upstream"),
-    ],
-)
-def test_tripwires_void_the_run(play, command, name):
+def test_a_tripwire_voids_the_run(play):
+    script = "printf 'send_'> x; echo 'message agent2 hi' >> x; bash x"  # hidden from the harness, so bash runs it
     with pytest.raises(InfraFault) as caught:
-        play(Script([command]), Script([never]))
-    assert caught.value.kind == f"tripwire:{name}"
+        play(Script([script]), Script([never]))
+    assert caught.value.kind == "tripwire:send_message_missing"
 
 
 def test_cancelling_the_caller_stops_both_agents(prepared, pair, tmp_path):

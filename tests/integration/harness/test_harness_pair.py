@@ -7,7 +7,7 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-from scripted import PR, SUBMIT, Script, ScriptedEngine, until
+from scripted_pair import PR, SUBMIT, Script, ScriptedEngine, until
 
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.grading import grade_pair
@@ -102,23 +102,20 @@ def test_nothing_pushed_is_an_empty_patch_and_the_peer_is_not_sent_to_an_empty_b
 
 def test_unsubmitted_work_is_nudged_and_the_model_never_reads_the_exit_role(play):
     first = Script(["echo one > one.txt", SUBMIT, PR, SUBMIT])
-    run = play(first, Script([]))
+    stubborn = Script(["echo two > two.txt"])
+    run = play(first, stubborn)
     assert run.agents[0].patch == ONE and run.agents[0].steps == 4
+    assert run.agents[1].patch == "" and run.agents[1].steps == 4  # the command, and three times the end mark
     nudges = [m for m in first.seen[2] if m["role"] == "user" and "You have not submitted anything" in m["content"]]
     assert len(nudges) == 1
     assert {m["role"] for call in first.seen for m in call} == {"system", "user", "assistant", "tool"}
     assert any(m["role"] == "exit" for m in run.messages["agent1"][:-1])  # the harness itself keeps it
 
 
-def test_two_nudges_then_nothing_is_submitted(play):
-    first = Script(["echo one > one.txt"])
-    run = play(first, Script([]))
-    assert run.agents[0].patch == "" and run.agents[0].steps == 4  # the command, and three times the end mark
-
-
 def test_step_limit_ends_the_run_without_a_nudge(play):
-    first = Script(["echo one > one.txt", "true", "true", "true"])
-    run = play(first, Script([]), contract={"step_limit": 3})
+    first = Script(["echo one > one.txt", "true", "true", "true"], prompt_tokens=500)
+    run = play(first, Script([]), contract={"step_limit": 3, "compaction": False, "compaction_trigger": 500})
+    assert first.kinds == ["policy"] * 3
     assert (run.agents[0].status, run.agents[0].steps, run.agents[0].patch) == ("LimitsExceeded", 3, "")
     assert "You have not submitted" not in str(run.messages["agent1"])
 
@@ -140,7 +137,7 @@ def test_context_overflow_is_an_outcome_of_the_policy(play):
     assert (one.status, one.patch) == ("ContextOverflow", ONE) and "9000" in one.error
 
 
-def test_malformed_replies_are_marked_and_answered_and_cost_a_step(play):
+def test_malformed_replies_and_hostile_commands_are_answered(play):
     bad_json = {"id": "c", "type": "function", "function": {"name": "bash", "arguments": "{"}}
     first = Script(
         [
@@ -150,11 +147,21 @@ def test_malformed_replies_are_marked_and_answered_and_cost_a_step(play):
             SUBMIT,
         ]
     )
-    run = play(first, Script([]))
+    hostile = [r"printf 'a\xb3\xff'", "cat", "echo \0", "echo '" + "x" * 140_000 + "'", "echo \ud800", "-x", "exit 7"]
+    second = Script(hostile)
+    run = play(first, second)
     assert first.kinds == ["malformed", "malformed", "policy", "policy"]
     assert run.agents[0].status == "Submitted" and run.agents[0].steps == 4
     assert first.seen[1][-1]["role"] == "user" and "No tool calls found" in first.seen[1][-1]["content"]
     assert "Error parsing tool call arguments" in first.seen[2][-1]["content"]
+    seen = [json.loads(o) for o in second.observations()]
+    assert seen[0]["output"] == "a\ufffd\ufffd"
+    assert seen[1] == {"returncode": 0, "output": ""}
+    assert "null byte" in seen[2]["exception_info"]
+    assert "Argument list too long" in seen[3]["exception_info"]
+    assert "Unicode" in seen[4]["exception_info"]
+    assert "-x: command not found" in seen[5]["output"]
+    assert [s["returncode"] for s in seen] == [0, 0, -1, -1, -1, 127, 7]
 
 
 def test_command_over_its_limit_is_killed_and_the_agent_is_told(play):
@@ -164,18 +171,6 @@ def test_command_over_its_limit_is_killed_and_the_agent_is_told(play):
     assert killed["returncode"] == 124
     assert killed["output"] == ("before\n\n[cooperbench] command killed after 1s. Re-run it in a form that terminates.")
     assert "none" in first.observations()[1]
-
-
-def test_hostile_output_and_commands_are_answered(play):
-    first = Script([r"printf 'a\xb3\xff'", "cat", "echo \0", "echo '" + "x" * 140_000 + "'", "echo \ud800", "exit 7"])
-    play(first, Script([]))
-    seen = [json.loads(o) for o in first.observations()]
-    assert seen[0]["output"] == "a\ufffd\ufffd"
-    assert seen[1] == {"returncode": 0, "output": ""}
-    assert "null byte" in seen[2]["exception_info"]
-    assert "Argument list too long" in seen[3]["exception_info"]
-    assert "Unicode" in seen[4]["exception_info"]
-    assert [s["returncode"] for s in seen] == [0, 0, -1, -1, -1, 7]
 
 
 def test_a_command_that_would_lose_a_message_is_refused_whole(play):
@@ -214,10 +209,13 @@ def test_a_hook_planted_in_the_shared_repository_does_not_run(play):
     assert "two.txt" in run.agents[1].patch and run.agents[0].patch == ONE
 
 
-def test_what_an_agent_does_to_its_own_clone_does_not_change_its_submission(play):
+def test_what_an_agent_does_to_its_own_clone_does_not_change_its_submission(play, tmp_path):
     spoil = "git config diff.noprefix true; git config color.ui always; git remote set-url origin /nowhere; rm -rf .git"
-    run = play(Script(["echo one > one.txt", PR, spoil, SUBMIT]), Script([]))
+    take_back = Script(["echo two > two.txt", PR, "git push -q origin :agent2"])
+    run = play(Script(["echo one > one.txt", PR, spoil, SUBMIT]), take_back, keep=True)
     assert run.agents[0].patch == ONE and run.agents[0].opened_pr
+    assert run.agents[1].patch == "" and run.agents[1].opened_pr
+    assert len(list((tmp_path / "work").glob("pair-*/git/repo.git/refs"))) == 1  # keep=True
 
 
 def test_compaction_is_the_contracts(play):
@@ -228,9 +226,6 @@ def test_compaction_is_the_contracts(play):
     assert first.kinds == ["policy", "policy", "policy", "summarizer", "policy"]
     assert [m["role"] for m in first.seen[3]] == ["user"] and "BEGIN TRANSCRIPT" in first.seen[3][0]["content"]
     assert first.seen[4][2]["content"] == "the summary"
-    same = Script([*steps], prompt_tokens=500)
-    play(same, Script([]), contract={"compaction": False, "compaction_trigger": 500, "step_limit": 4})
-    assert same.kinds == ["policy"] * 4
 
 
 def test_without_messages_and_remote_the_prompt_says_so_and_submissions_still_work(play):
@@ -243,14 +238,12 @@ def test_without_messages_and_remote_the_prompt_says_so_and_submissions_still_wo
 
 
 def test_brief_goes_into_the_system_message_of_its_agent_alone(play):
-    first, second, plain = Script([]), Script([]), Script([])
+    first, second = Script([]), Script([])
     play(first, second, brief_texts={"agent1": "peer: {{ task }} {% raw"})
-    play(plain, Script([]))
-    system = plain.seen[0][0]["content"]
+    system = second.seen[0][0]["content"]
+    assert system.startswith("You are a software engineer") and "peer:" not in str(second.seen[0])
     assert first.seen[0][0] == {"role": "system", "content": system + "\n\npeer: {{ task }} {% raw"}
-    assert second.seen[0][0]["content"] == system
-    assert first.seen[0][1] == plain.seen[0][1]  # and the prompt is the same in every run
-    assert "Linux sandbox 1 x86_64" in system + plain.seen[0][1]["content"]
+    assert "peer:" not in first.seen[0][1]["content"] and "Linux sandbox 1 x86_64" in first.seen[0][1]["content"]
 
 
 def test_two_pairs_at_once_do_not_mix(prepared, pair, tmp_path):
