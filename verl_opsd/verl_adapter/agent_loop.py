@@ -50,12 +50,13 @@ class OpsdOutput(AgentLoopOutput):
 class VerlEngine:
     """The gateway's engine over verl's server client (vLLM, SGLang or the embedded server)."""
 
-    def __init__(self, client: Any, rollout_name: str, timeout_s: float):
+    def __init__(self, client: Any, rollout_name: str, timeout_s: float, pair_key: str):
         self._client, self._own, self._timeout_s = client, rollout_name in OWN_BACKENDS, timeout_s
+        self._pair_key = pair_key
 
     async def generate(self, prompt_ids: list[int], *, session: str, turn: int, sampling: Sampling) -> Generation:
-        """One reply. Our own servers also get the session, which keys their cache and their random numbers."""
-        own = {"session": session, "turn": turn} if self._own else {}
+        """One reply. Our own servers also get the session, which keys their cache, random numbers and scripts."""
+        own = {"session": f"{self._pair_key}|{session.replace('/', '|')}", "turn": turn} if self._own else {}
         params = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -120,7 +121,12 @@ def runtime(config: Any) -> Runtime:
 def briefs_for(opsd: OpsdConfig, pair: PairTask) -> dict[str, Brief]:
     """Each agent's brief: what its teacher sees and it does not."""
     texts = {f"agent{i + 1}": pair.feature_text(f) for i, f in enumerate(pair.features)}
-    return {agent: make_brief(opsd.brief.name, agent, texts, allow_answer=opsd.brief.allow_answer) for agent in texts}
+    return {
+        agent: make_brief(
+            opsd.brief.name, agent, {a: t for a, t in texts.items() if a != agent}, allow_answer=opsd.brief.allow_answer
+        )
+        for agent in texts
+    }
 
 
 def training_row(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokenizer: Any) -> dict[str, torch.Tensor]:
@@ -157,14 +163,14 @@ class OpsdPairLoop(AgentLoopBase):
 
     async def _episode(self, rt: Runtime, pair: PairTask, episode_id: str) -> Episode:
         """One episode, stored whatever happens; an infrastructure fault is stored as such and raised again."""
-        engine = VerlEngine(self.server_manager, self.rollout_config.name, rt.contract.wall_limit_s)
+        engine = VerlEngine(self.server_manager, self.rollout_config.name, rt.contract.wall_limit_s, pair.key)
         gateway = Gateway(
             engine,
             VerlTokenBuilder(self.tokenizer, model_type_of(self.config.actor_rollout_ref.model.path)),
             VerlReplyParser(self.tokenizer, rt.contract.tool_parser),
             rt.contract,
         )
-        sessions = {f"agent{i}": gateway.session(f"{pair.key}|{episode_id}", f"agent{i}") for i in (1, 2)}
+        sessions = {f"agent{i}": gateway.session(episode_id, f"agent{i}") for i in (1, 2)}
         started, fault, grade, done = time.time(), None, None, None
         try:
             prepared = load_prepared(cache_dir(), pair.repo, pair.task_id)

@@ -28,12 +28,13 @@ class OpsdCallback(Callback):
     def __init__(self) -> None:
         self._reaper: subprocess.Popen[bytes] | None = None
         self._ray_was_up = False
+        self._run: RunDir | None = None
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuses bad input and prepares the run."""
         from verl_opsd.verl_adapter.launch import prepare_run
 
-        run = RunDir.from_env()
+        self._run = run = RunDir.from_env()
         try:
             if "verl_opsd.plugin" not in sys.modules:
                 raise OpsdError(
@@ -64,7 +65,9 @@ class OpsdCallback(Callback):
 
         if ray.is_initialized() and not self._ray_was_up:
             ray.shutdown()
-        report = RunDir.from_env().report
+        if self._run is None:
+            return
+        report = self._run.report
         if report.is_file():
             print_table(report)
         if self._reaper is not None and self._reaper.stdin is not None:
