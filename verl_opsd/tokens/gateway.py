@@ -140,7 +140,7 @@ class _Branch:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A call's prompt: its first ``start`` ids are known, ``branch`` will hold it, ``fork`` is that branch if it is new."""
+    """A call's prompt, ``start`` ids of it known; ``branch`` will hold it, ``fork`` is that branch if it is new."""
 
     prompt: list[int]
     start: int
