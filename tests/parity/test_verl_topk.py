@@ -1,4 +1,4 @@
-"""verl's ``forward_kl_topk`` on the same inputs: equal over the whole vocabulary, and where and why it differs below."""
+"""verl's ``forward_kl_topk`` on the same inputs: equal over the whole vocabulary, and where it differs below."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def _outcomes(chunk: ChunkInput, signal: Signal, logq_CV: Tensor | None, ids_CK:
 def _sampled(
     chunk: ChunkInput, spec: LossSpec, signal: Signal | None, leaf_CV: Tensor, logq_CV: Tensor | None, coef_C: Tensor
 ) -> Tensor:
-    """A sampled-token estimator where there is a coefficient, NaN elsewhere: a masked position never makes it refuse."""
+    """A sampled-token estimator where there is a coefficient, NaN elsewhere: a masked position can't make it refuse."""
     assert chunk.labels_C is not None
     keep_C = coef_C != 0
     logp_C = _pick(leaf_CV, chunk.labels_C)[keep_C]

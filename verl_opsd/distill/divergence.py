@@ -29,7 +29,7 @@ import math
 import torch
 from torch import Tensor
 
-from verl_opsd.distill.dense import excess
+from verl_opsd.distill.dense import NEAR, excess_near_zero, kl_terms
 from verl_opsd.errors import OpsdError
 
 #: Log-ratios above this overflow exp in float32 (ln of the largest float32 is 88.72).
@@ -41,11 +41,9 @@ def _kl(loga: Tensor, logb: Tensor) -> Tensor:
     a, b = loga.exp(), logb.exp()
     absent = loga == -torch.inf  # the term is b alone; the stand-ins keep NaN out of the unused branches' gradients
     d = torch.where(absent, 0.0, loga) - torch.where(absent, 0.0, logb)
-    below = d < -1
-    near = a * excess(d.clamp_min(-1.0))
-    far = b - a + a * torch.where(below, d, 0.0)
-    term = torch.where(absent, b, torch.where(below, far, near))
-    return torch.where(~absent & (logb == -torch.inf), torch.inf, term).sum(-1)
+    lacking = ~absent & (logb == -torch.inf)
+    term = torch.where(absent, b, kl_terms(a, b, torch.where(lacking, 0.0, d)))
+    return torch.where(lacking, torch.inf, term).sum(-1)
 
 
 def reverse_kl(logp: Tensor, logq: Tensor) -> Tensor:
@@ -139,7 +137,7 @@ def k3(logp: Tensor, logq: Tensor, max_log_ratio: float | None = None) -> Tensor
         OpsdError: no limit is set and a log-ratio leaves the range of float32.
     """
     r = _bounded(logq - logp, max_log_ratio, "k3")
-    return torch.where(r > 1, torch.expm1(r) - r, excess(-r.clamp_max(1.0)))
+    return torch.where(r.abs() < NEAR, excess_near_zero(-r), torch.expm1(r) - r)
 
 
 def policy_gradient(
