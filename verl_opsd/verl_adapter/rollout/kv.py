@@ -125,6 +125,12 @@ class RecurrentCache(SessionCache):
         super().__init__(shape, session)
         self.past = DynamicCache(config=config)
 
+    @property
+    def nbytes(self) -> int:
+        """Reserved keys and values, and the recurrent states once they exist."""
+        states = [t for layer in self.past.layers for name, t in vars(layer).items() if name not in ("keys", "values")]
+        return super().nbytes + sum(t.nbytes for t in states if isinstance(t, Tensor))
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -206,6 +212,7 @@ class CacheStore:
         self.evictions = 0
         self.copied_tokens = 0
         self._clock = 0
+        self._state_bytes = 0  # of a recurrent cache beside its tokens; known once one has run
 
     @property
     def nbytes(self) -> int:
@@ -222,22 +229,23 @@ class CacheStore:
             OpsdError: the request alone exceeds the budget.
         """
         capacity = -(-need // BLOCK) * BLOCK
-        if capacity * self.shape.token_bytes > self.budget_bytes:
+        if self._bytes(capacity) > self.budget_bytes:
             raise OpsdError(
-                f"a request of {need} tokens needs {capacity * self.shape.token_bytes} bytes of key-value cache",
+                f"a request of {need} tokens needs {self._bytes(capacity)} bytes of key-value cache",
                 f"the budget is {self.budget_bytes} bytes",
                 "raise rollout.engine_kwargs.opsd.kv_cache_bytes or lower max_tokens",
             )
         own, keep = self._own(session, prompt)
+        if own is None and session is not None:  # a recurrent cache that the prompt left behind: it is rebuilt
+            self.caches = [c for c in self.caches if c.busy or c.session != session]
         if own is not None and capacity > own.capacity:
-            # Growing copies the cache, so it grows by half where the budget allows: all copies stay linear.
+            # Growing copies the cache, so it grows by half where there is room anyway: all copies stay linear.
             roomy = max(capacity, min(own.capacity * 3 // 2, self.max_tokens))
-            capacity = roomy if self._make_room(roomy, own) else capacity
+            if self.nbytes - own.nbytes + self._bytes(roomy) <= self.budget_bytes:
+                capacity = roomy
         if not self._make_room(capacity, own):
             return None
         if own is None:
-            if not self.flat:
-                self.caches = [c for c in self.caches if c.busy or session is None or c.session != session]
             own = FlatCache(self.shape, session) if self.flat else RecurrentCache(self.shape, session, self.config)
             source, shared = self._best_prefix(prompt)  # before the new cache joins the store
             self.caches.append(own)
@@ -254,12 +262,9 @@ class CacheStore:
 
     def release(self, cache: SessionCache) -> None:
         """The request is over; the cache stays until it is evicted."""
+        self._state_bytes = cache.nbytes - cache.capacity * self.shape.token_bytes
         self._clock += 1
         cache.busy, cache.last_used = False, self._clock
-
-    def discard(self, cache: SessionCache) -> None:
-        """Drops a cache whose contents are not to be trusted."""
-        self.caches.remove(cache)
 
     def clear(self) -> None:
         """Drops every idle cache: other weights, or memory wanted elsewhere."""
@@ -286,16 +291,23 @@ class CacheStore:
                     best = (c, shared)
         return best
 
+    def _bytes(self, capacity: int) -> int:
+        return capacity * self.shape.token_bytes + self._state_bytes
+
     def _make_room(self, capacity: int, own: SessionCache | None) -> bool:
-        """Evicts idle caches, oldest first, until ``capacity`` tokens (``own`` included) fit."""
-        held = own.nbytes if own is not None else 0
-        extra = max(0, capacity * self.shape.token_bytes - held)
-        idle = sorted((c for c in self.caches if not c.busy and c is not own), key=lambda c: c.last_used)
-        if self.nbytes + extra - sum(c.nbytes for c in idle) > self.budget_bytes:
+        """Evicts idle caches, oldest first, until a cache of ``capacity`` tokens fits beside those that stay.
+
+        ``own`` is the cache that will grow to it. False, and nothing evicted, when running requests hold the room.
+        """
+        others = [c for c in self.caches if c is not own]
+        held, wanted = sum(c.nbytes for c in others), self._bytes(capacity)
+        busy = sum(c.nbytes for c in others if c.busy)
+        if busy and busy + wanted > self.budget_bytes:
             return False
-        for c in idle:
-            if self.nbytes + extra <= self.budget_bytes:
+        for c in sorted((c for c in others if not c.busy), key=lambda c: c.last_used):
+            if held + wanted <= self.budget_bytes:
                 break
             self.caches.remove(c)
             self.evictions += 1
+            held -= c.nbytes
         return True
