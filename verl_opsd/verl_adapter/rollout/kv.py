@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PretrainedConfig
 
 from verl_opsd.errors import OpsdError
@@ -41,19 +41,22 @@ def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one token costs in a cache."""
+    """What a cache costs: so much a token, and ``state_bytes`` whatever its length (recurrent states)."""
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    state_bytes: int = 0
 
     @classmethod
-    def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> CacheShape:
+    def of(cls, config: PretrainedConfig, dtype: torch.dtype, state_bytes: int = 0) -> CacheShape:
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return cls(sum("attention" in t and t != "linear_attention" for t in types), kv_heads, head_dim, dtype)
+        return cls(
+            sum("attention" in t and t != "linear_attention" for t in types), kv_heads, head_dim, dtype, state_bytes
+        )
 
     @property
     def token_bytes(self) -> int:
@@ -78,7 +81,7 @@ class SessionCache:
     @property
     def nbytes(self) -> int:
         """Bytes held or reserved."""
-        return self.capacity * self.shape.token_bytes
+        return self.capacity * self.shape.token_bytes + self.shape.state_bytes
 
     def reserve(self, capacity: int) -> None:
         """Makes room for ``capacity`` tokens in all."""
@@ -125,11 +128,14 @@ class RecurrentCache(SessionCache):
         super().__init__(shape, session)
         self.past = DynamicCache(config=config)
 
-    @property
-    def nbytes(self) -> int:
-        """Reserved keys and values, and the recurrent states once they exist."""
-        states = [t for layer in self.past.layers for name, t in vars(layer).items() if name not in ("keys", "values")]
-        return super().nbytes + sum(t.nbytes for t in states if isinstance(t, Tensor))
+
+def recurrent_state_bytes(model: nn.Module, config: PretrainedConfig) -> int:
+    """Bytes of one session's recurrent states, from a pass over one token."""
+    past = DynamicCache(config=config)
+    with torch.inference_mode():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=past, use_cache=True)
+    states = [t for layer in past.layers for name, t in vars(layer).items() if name not in ("keys", "values")]
+    return sum(t.nbytes for t in states if isinstance(t, Tensor))
 
 
 @dataclass(frozen=True)
@@ -198,21 +204,21 @@ class CacheStore:
     """All kept caches under a byte budget; idle ones are evicted least recently used first.
 
     Args:
-        config: the text model's config.
-        dtype: of keys and values.
-        budget_bytes: keys and values of all sessions together.
+        model: the model to be served.
+        budget_bytes: caches of all sessions together.
         max_tokens: context length; a cache never grows beyond it.
     """
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, budget_bytes: int, max_tokens: int):
-        self.config, self.budget_bytes, self.max_tokens = config, budget_bytes, max_tokens
-        self.shape = CacheShape.of(config, dtype)
-        self.flat = attends_to_whole_past(config)
+    def __init__(self, model: nn.Module, budget_bytes: int, max_tokens: int):
+        self.config: PretrainedConfig = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        self.budget_bytes, self.max_tokens = budget_bytes, max_tokens
+        self.flat = attends_to_whole_past(self.config)
+        state_bytes = 0 if self.flat else recurrent_state_bytes(model, self.config)
+        self.shape = CacheShape.of(self.config, model.dtype, state_bytes)  # type: ignore[arg-type]
         self.caches: list[SessionCache] = []
         self.evictions = 0
         self.copied_tokens = 0
         self._clock = 0
-        self._state_bytes = 0  # of a recurrent cache beside its tokens; known once one has run
 
     @property
     def nbytes(self) -> int:
@@ -262,7 +268,6 @@ class CacheStore:
 
     def release(self, cache: SessionCache) -> None:
         """The request is over; the cache stays until it is evicted."""
-        self._state_bytes = cache.nbytes - cache.capacity * self.shape.token_bytes
         self._clock += 1
         cache.busy, cache.last_used = False, self._clock
 
@@ -292,7 +297,7 @@ class CacheStore:
         return best
 
     def _bytes(self, capacity: int) -> int:
-        return capacity * self.shape.token_bytes + self._state_bytes
+        return capacity * self.shape.token_bytes + self.shape.state_bytes
 
     def _make_room(self, capacity: int, own: SessionCache | None) -> bool:
         """Evicts idle caches, oldest first, until a cache of ``capacity`` tokens fits beside those that stay.
