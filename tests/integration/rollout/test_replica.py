@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,14 +11,8 @@ import pytest
 import torch
 
 from verl_opsd.errors import OpsdError
-from verl_opsd.models.tiny import make_tiny
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -37,25 +30,6 @@ def cluster():
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()
-
-
-def compose(model_path: Path, name: str, *overrides: str):
-    """verl's own configuration, as main_ppo composes it."""
-    from hydra import compose, initialize_config_module
-
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose(
-            "ppo_trainer",
-            [
-                f"actor_rollout_ref.model.path={model_path}",
-                f"actor_rollout_ref.rollout.name={name}",
-                "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-                "actor_rollout_ref.rollout.dtype=float32",
-                "actor_rollout_ref.rollout.max_model_len=2048",
-                "+actor_rollout_ref.rollout.engine_kwargs.opsd.threads=1",
-                *overrides,
-            ],
-        )
 
 
 def start(ray, config, ranks: int):
@@ -76,7 +50,7 @@ def reference_logprobs(model: torch.nn.Module, prompt: list[int], reply: list[in
     return logp[torch.arange(len(prompt) - 1, len(prompt) + len(reply) - 1), torch.tensor(reply)]
 
 
-def test_sessions_and_adapter_update_on_two_replicas(cluster, model_path, monkeypatch):
+def test_sessions_and_adapter_update_on_two_replicas(cluster, model_path, compose_config, monkeypatch):
     from peft import LoraConfig, get_peft_model
     from peft.utils.save_and_load import get_peft_model_state_dict
     from transformers import AutoModelForCausalLM
@@ -84,7 +58,7 @@ def test_sessions_and_adapter_update_on_two_replicas(cluster, model_path, monkey
     from verl_opsd.verl_adapter.rollout.adapter import EmbeddedAdapter
 
     ray = cluster
-    config = compose(model_path, "opsd_embedded")
+    config = compose_config(model_path, "opsd_embedded")
     manager, _ranks = start(ray, config, ranks=2)
     client = manager.get_client()
     reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa")
@@ -164,13 +138,13 @@ def test_sessions_and_adapter_update_on_two_replicas(cluster, model_path, monkey
         asyncio.run(client.generate("s0", prompt_ids=prompt, sampling_params=too_long, session="s0", turn=10))
 
 
-def test_scripted_replies_and_faults(cluster, model_path, tmp_path):
+def test_scripted_replies_and_faults(cluster, model_path, compose_config, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     ray = cluster
     script = {"pair": {"agent1": ["hello", {"text": "run", "command": 'ls "a"'}, {"fault": "raise"}, {"fault": "die"}]}}
     (tmp_path / "script.json").write_text(json.dumps(script))
-    config = compose(
+    config = compose_config(
         model_path,
         "opsd_scripted",
         f"+actor_rollout_ref.rollout.engine_kwargs.opsd.script={tmp_path}/script.json",

@@ -46,6 +46,15 @@ def run(core: EngineCore, *requests: Request) -> dict[str, Reply]:
     return done
 
 
+def budget(models, *tokens: int) -> int:
+    """Bytes of caches of so many tokens each: keys, values, and the states of the hybrid's three recurrent layers."""
+    if models.kind == "hybrid":
+        convolution = (2 * 2 * 16 + 4 * 16) * 4  # channels (queries, keys, values) x kernel
+        return sum(t * 2 * 2 * 16 * 4 + 3 * (convolution + 4 * 16 * 16) * 4 for t in tokens)
+    layers, heads, size = {"qwen3": (2, 2, 32), "llama": (3, 3, 8)}[models.kind]
+    return sum(t * layers * 2 * heads * size * 4 for t in tokens)
+
+
 def check(models, prompt: list[int], reply: Reply, temperature: float = 1.0) -> None:
     expected = models.reference(prompt, reply.token_ids, temperature).numpy()
     np.testing.assert_allclose(reply.logprobs, expected, atol=ATOL)
@@ -128,8 +137,7 @@ def test_eviction_changes_cost_only(models):
                 prompts[s] = prompts[s] + reply.token_ids + ids(turn, 20)
         return out
 
-    roomy, token = engine(models), engine(models).store.shape.token_bytes
-    tight = engine(models, kv_cache_bytes=2 * 192 * token)  # two sessions of up to 192 tokens
+    roomy, tight = engine(models), engine(models, kv_cache_bytes=budget(models, 192, 192))
     a, b = play(roomy), play(tight)
     assert {k: r.token_ids for k, r in a.items()} == {k: r.token_ids for k, r in b.items()}
     assert roomy.counters.evictions == 0 and tight.counters.evictions > 0
@@ -137,8 +145,17 @@ def test_eviction_changes_cost_only(models):
     assert tight.store.nbytes <= tight.store.budget_bytes
 
 
+def test_the_session_least_recently_used_is_evicted(models):
+    core = engine(models, kv_cache_bytes=budget(models, BLOCK, BLOCK))
+    for turn, s in enumerate("aba"):
+        run(core, request(s, ids(ord(s), 20), n=4, session=s, turn=turn))
+    run(core, request("c", ids(3, 20), n=4))
+    assert sorted(c.session for c in core.store.caches) == ["a", "c"]
+    assert core.counters.evictions == 1
+
+
 def test_budget_held_by_running_requests_makes_others_wait(models):
-    core = engine(models, kv_cache_bytes=BLOCK * engine(models).store.shape.token_bytes)
+    core = engine(models, kv_cache_bytes=budget(models, BLOCK))
     core.submit(request("a", ids(0, 20), n=5))
     core.submit(request("b", ids(1, 20), n=5))
     core.step()
@@ -148,8 +165,7 @@ def test_budget_held_by_running_requests_makes_others_wait(models):
 
 
 def test_growing_cache_never_waits_for_room_that_only_it_holds(models):
-    token = engine(models).store.shape.token_bytes
-    core = engine(models, kv_cache_bytes=3 * BLOCK * token)
+    core = engine(models, kv_cache_bytes=budget(models, 3 * BLOCK))
     prompt = ids(0, 60)
     for turn in range(3):  # 64, 128, 192 tokens: growing by half would exceed the budget
         reply = run(core, request(f"r{turn}", prompt, n=4, session="s", turn=turn))[f"r{turn}"]
@@ -158,7 +174,7 @@ def test_growing_cache_never_waits_for_room_that_only_it_holds(models):
 
 
 def test_request_over_budget_fails_alone(models):
-    core = engine(models, kv_cache_bytes=BLOCK * engine(models).store.shape.token_bytes)
+    core = engine(models, kv_cache_bytes=budget(models, BLOCK))
     core.submit(request("big", ids(0, 100), n=5))
     core.submit(request("small", ids(1, 20), n=5))
     outcomes = []
@@ -275,6 +291,14 @@ def test_abort_keeps_what_was_said(models):
     assert core.unfinished == 0
     longer = ids(0, 10) + a.token_ids
     check(models, longer, run(core, request("c", longer, session="a", turn=1))["c"])
+
+
+def test_budget_counts_all_that_a_cache_holds(models):
+    core = engine(models)
+    run(core, request("a", ids(0, 40), n=8))
+    assert core.store.nbytes == budget(models, 64)
+    run(core, request("b", ids(1, 100), n=8))
+    assert core.store.nbytes == budget(models, 64, 128)
 
 
 def test_dropped_caches_are_computed_again_and_running_ones_are_protected(models):

@@ -113,8 +113,7 @@ class EngineCore:
     ):
         self.model, self.eos_ids, self.seed = model, frozenset(eos_ids), seed
         self.max_model_len, self.max_num_seqs, self.prefill_chunk = max_model_len, max_num_seqs, prefill_chunk
-        config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-        self.store = CacheStore(config, model.dtype, kv_cache_bytes, max_model_len)  # type: ignore[arg-type]
+        self.store = CacheStore(model, kv_cache_bytes, max_model_len)
         self.counters = Counters()
         self._waiting: deque[Request] = deque()
         self._active: list[_Active] = []

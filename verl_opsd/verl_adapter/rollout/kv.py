@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PretrainedConfig
 
 from verl_opsd.errors import OpsdError
@@ -41,19 +41,22 @@ def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one token costs in a cache."""
+    """What a cache costs: so much a token, and ``state_bytes`` whatever its length (recurrent states)."""
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    state_bytes: int = 0
 
     @classmethod
-    def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> CacheShape:
+    def of(cls, config: PretrainedConfig, dtype: torch.dtype, state_bytes: int = 0) -> CacheShape:
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return cls(sum("attention" in t and t != "linear_attention" for t in types), kv_heads, head_dim, dtype)
+        return cls(
+            sum("attention" in t and t != "linear_attention" for t in types), kv_heads, head_dim, dtype, state_bytes
+        )
 
     @property
     def token_bytes(self) -> int:
@@ -78,7 +81,7 @@ class SessionCache:
     @property
     def nbytes(self) -> int:
         """Bytes held or reserved."""
-        return self.capacity * self.shape.token_bytes
+        return self.capacity * self.shape.token_bytes + self.shape.state_bytes
 
     def reserve(self, capacity: int) -> None:
         """Makes room for ``capacity`` tokens in all."""
@@ -124,6 +127,15 @@ class RecurrentCache(SessionCache):
     def __init__(self, shape: CacheShape, session: str | None, config: PretrainedConfig):
         super().__init__(shape, session)
         self.past = DynamicCache(config=config)
+
+
+def recurrent_state_bytes(model: nn.Module, config: PretrainedConfig) -> int:
+    """Bytes of one session's recurrent states, from a pass over one token."""
+    past = DynamicCache(config=config)
+    with torch.inference_mode():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=past, use_cache=True)
+    states = [t for layer in past.layers for name, t in vars(layer).items() if name not in ("keys", "values")]
+    return sum(t.nbytes for t in states if isinstance(t, Tensor))
 
 
 @dataclass(frozen=True)
@@ -192,16 +204,17 @@ class CacheStore:
     """All kept caches under a byte budget; idle ones are evicted least recently used first.
 
     Args:
-        config: the text model's config.
-        dtype: of keys and values.
-        budget_bytes: keys and values of all sessions together.
+        model: the model to be served.
+        budget_bytes: caches of all sessions together.
         max_tokens: context length; a cache never grows beyond it.
     """
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, budget_bytes: int, max_tokens: int):
-        self.config, self.budget_bytes, self.max_tokens = config, budget_bytes, max_tokens
-        self.shape = CacheShape.of(config, dtype)
-        self.flat = attends_to_whole_past(config)
+    def __init__(self, model: nn.Module, budget_bytes: int, max_tokens: int):
+        self.config: PretrainedConfig = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        self.budget_bytes, self.max_tokens = budget_bytes, max_tokens
+        self.flat = attends_to_whole_past(self.config)
+        state_bytes = 0 if self.flat else recurrent_state_bytes(model, self.config)
+        self.shape = CacheShape.of(self.config, model.dtype, state_bytes)  # type: ignore[arg-type]
         self.caches: list[SessionCache] = []
         self.evictions = 0
         self.copied_tokens = 0
@@ -222,22 +235,23 @@ class CacheStore:
             OpsdError: the request alone exceeds the budget.
         """
         capacity = -(-need // BLOCK) * BLOCK
-        if capacity * self.shape.token_bytes > self.budget_bytes:
+        if self._bytes(capacity) > self.budget_bytes:
             raise OpsdError(
-                f"a request of {need} tokens needs {capacity * self.shape.token_bytes} bytes of key-value cache",
+                f"a request of {need} tokens needs {self._bytes(capacity)} bytes of key-value cache",
                 f"the budget is {self.budget_bytes} bytes",
                 "raise rollout.engine_kwargs.opsd.kv_cache_bytes or lower max_tokens",
             )
         own, keep = self._own(session, prompt)
+        if own is None and session is not None:  # a recurrent cache that the prompt left behind: it is rebuilt
+            self.caches = [c for c in self.caches if c.busy or c.session != session]
         if own is not None and capacity > own.capacity:
-            # Growing copies the cache, so it grows by half where the budget allows: all copies stay linear.
+            # Growing copies the cache, so it grows by half where there is room anyway: all copies stay linear.
             roomy = max(capacity, min(own.capacity * 3 // 2, self.max_tokens))
-            capacity = roomy if self._make_room(roomy, own) else capacity
+            if self.nbytes - own.nbytes + self._bytes(roomy) <= self.budget_bytes:
+                capacity = roomy
         if not self._make_room(capacity, own):
             return None
         if own is None:
-            if not self.flat:
-                self.caches = [c for c in self.caches if c.busy or session is None or c.session != session]
             own = FlatCache(self.shape, session) if self.flat else RecurrentCache(self.shape, session, self.config)
             source, shared = self._best_prefix(prompt)  # before the new cache joins the store
             self.caches.append(own)
@@ -256,10 +270,6 @@ class CacheStore:
         """The request is over; the cache stays until it is evicted."""
         self._clock += 1
         cache.busy, cache.last_used = False, self._clock
-
-    def discard(self, cache: SessionCache) -> None:
-        """Drops a cache whose contents are not to be trusted."""
-        self.caches.remove(cache)
 
     def clear(self) -> None:
         """Drops every idle cache: other weights, or memory wanted elsewhere."""
@@ -286,16 +296,23 @@ class CacheStore:
                     best = (c, shared)
         return best
 
+    def _bytes(self, capacity: int) -> int:
+        return capacity * self.shape.token_bytes + self.shape.state_bytes
+
     def _make_room(self, capacity: int, own: SessionCache | None) -> bool:
-        """Evicts idle caches, oldest first, until ``capacity`` tokens (``own`` included) fit."""
-        held = own.nbytes if own is not None else 0
-        extra = max(0, capacity * self.shape.token_bytes - held)
-        idle = sorted((c for c in self.caches if not c.busy and c is not own), key=lambda c: c.last_used)
-        if self.nbytes + extra - sum(c.nbytes for c in idle) > self.budget_bytes:
+        """Evicts idle caches, oldest first, until a cache of ``capacity`` tokens fits beside those that stay.
+
+        ``own`` is the cache that will grow to it. False, and nothing evicted, when running requests hold the room.
+        """
+        others = [c for c in self.caches if c is not own]
+        held, wanted = sum(c.nbytes for c in others), self._bytes(capacity)
+        busy = sum(c.nbytes for c in others if c.busy)
+        if busy and busy + wanted > self.budget_bytes:
             return False
-        for c in idle:
-            if self.nbytes + extra <= self.budget_bytes:
+        for c in sorted((c for c in others if not c.busy), key=lambda c: c.last_used):
+            if held + wanted <= self.budget_bytes:
                 break
             self.caches.remove(c)
             self.evictions += 1
+            held -= c.nbytes
         return True

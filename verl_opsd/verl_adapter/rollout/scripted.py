@@ -31,7 +31,8 @@ _FORMS = "a text, {text?, command}, {text?, tool, arguments}, {fault: die | rais
 
 def tool_call(name: str, arguments: dict[str, Any]) -> str:
     """A tool call as the project's chat template renders it."""
-    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 class Script:

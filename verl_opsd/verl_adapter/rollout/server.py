@@ -284,7 +284,8 @@ class EmbeddedServer:
         self._open.set()
 
     async def _admitted(self) -> None:
-        await self._open.wait()
+        while not self._open.is_set():  # it may be closed again before a waiter wakes up
+            await self._open.wait()
 
     async def start_profile(self, **kwargs: Any) -> None:
         """No engine profiler; verl's own profiler covers the trainer."""
