@@ -1,7 +1,7 @@
 """Real CooperBench tasks on their PyPI releases: gold passes, base fails, pairs merge as the data set reports. Slow.
 
-The data lies in ``shared/data/cooperbench`` beside the repository, or where ``OPSD_REAL_TASKS`` says; releases come from
-the package index.
+The data lies in ``shared/data/cooperbench`` beside the repository, or where ``OPSD_REAL_TASKS`` says; releases come
+from the package index.
 """
 
 from __future__ import annotations
