@@ -149,6 +149,17 @@ def _host_paths(binds: dict[str, Path]) -> Callable[[str], str]:
     return lambda text: pattern.sub(lambda match: str(binds[match[0]]), text)
 
 
+def _fix_merge_driver(repo: Path) -> None:
+    """Git's own three-way merge for every file: a patch's ``.gitattributes`` could ask for ``union``, without conflicts.
+
+    A base tree that chooses merge drivers itself keeps them.
+    """
+    attributes = repo / ".gitattributes"
+    if not (attributes.is_file() and "merge" in attributes.read_text(errors="replace")):
+        (repo / ".git" / "info").mkdir(exist_ok=True)
+        (repo / ".git" / "info" / "attributes").write_text("* merge\n")
+
+
 @contextmanager
 def grading_sandbox(
     prepared: PreparedTask,
@@ -168,6 +179,7 @@ def grading_sandbox(
         workspace, patch_dir = Path(folder, "workspace"), Path(folder, "patches")
         patch_dir.mkdir()
         shutil.copytree(prepared.base, workspace / "repo", symlinks=True)
+        _fix_merge_driver(workspace / "repo")
         prefix = prepared.python_prefix
         read_only = [(prepared.runner, _RUNNER), (prefix, str(prefix)), *prepared.ro_binds]
         writable = [(patch_dir, "/patches")]

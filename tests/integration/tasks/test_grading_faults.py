@@ -213,6 +213,15 @@ def _split_at_guard(runner: str) -> list[str]:
     return ["".join(lines[:first]), "".join(lines[last + 1 :])]
 
 
+def test_a_patch_does_not_choose_how_branches_are_merged(
+    pairs: dict[str, PairTask], prepared: dict[str, PreparedTask], make_patch: MakePatch
+) -> None:
+    pair = pairs["ledger/3+4"]
+    union = {".gitattributes": "* merge=union\n"}
+    patches = [make_patch(prepared["ledger"], union, gold(pair, f)) for f in pair.features]
+    assert grade_pair(pair, prepared["ledger"], *patches).merge == "conflicts"
+
+
 @pytest.mark.parametrize(
     "path", ["tests/test_cases.py", "Tests/test_cases.py", "test_cases.py", "textkit/test/helper.py"]
 )

@@ -1,11 +1,13 @@
 """Real CooperBench tasks on their PyPI releases: gold passes, base fails, pairs merge as the data set reports. Slow.
 
-The data lies in ``shared/data/cooperbench`` beside the repository; releases come from the package index.
+The data lies in ``shared/data/cooperbench`` beside the repository, or where ``OPSD_REAL_TASKS`` says; releases come
+from the package index.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +22,7 @@ from verl_opsd.cooperbench.qualification import gold_merge, qualify
 from verl_opsd.cooperbench.recipes import near_benchmark
 from verl_opsd.cooperbench.types import PairTask, PreparedTask
 
-DATASET = Path(__file__).parents[4] / "shared" / "data" / "cooperbench"
+DATASET = Path(os.environ.get("OPSD_REAL_TASKS") or Path(__file__).parents[4] / "shared" / "data" / "cooperbench")
 TASKS = ["pallets_jinja_task/task1621", "pallets_click_task/task2956", "openai_tiktoken_task/task0"]
 
 pytestmark = pytest.mark.slow
