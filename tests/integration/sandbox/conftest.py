@@ -19,7 +19,7 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """``make(backend="bubblewrap", **fields of SandboxSpec)``: a sandbox with a workspace that holds an empty ``repo``."""
+    """``make(backend="bubblewrap", **fields of SandboxSpec)``: a sandbox whose workspace holds an empty ``repo``."""
     made: list[Sandbox] = []
 
     def build(backend: str = "bubblewrap", **fields) -> Sandbox:

@@ -1,4 +1,4 @@
-"""What stays on the host when the owner dies, what is refused where the host lacks something, and the doctor's report."""
+"""What stays on the host when the owner dies, what is refused where the host lacks something, the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from verl_opsd.cooperbench.sandbox import BubblewrapSandbox, SandboxSpec, make_sandbox, sandbox_report
 from verl_opsd.cooperbench.sandbox import host as host_module
 from verl_opsd.cooperbench.sandbox.host import STATE_ROOT, processes_of, reap_stale
-from verl_opsd.errors import OpsdError
+from verl_opsd.errors import InfraFault, OpsdError
 
 OWNER = """
 import sys, threading
@@ -29,7 +29,7 @@ thread.join()
 
 
 def start_owner(workspace: Path) -> tuple[subprocess.Popen, int, str, list[Path]]:
-    """A Python process that runs an endless command in a sandbox of its own: (process, user id, label, control groups)."""
+    """A Python process with an endless command in its sandbox: (process, user id, label, control groups)."""
     owner = subprocess.Popen([sys.executable, "-c", OWNER, workspace], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     uid, label, *groups = owner.stdout.readline().split()
@@ -147,8 +147,9 @@ def test_without_root_it_is_refused(tmp_path, monkeypatch, fresh_host):
 def test_root_without_a_needed_capability_is_refused(make, tmp_path, lost):
     make()
     code = "import sys; from pathlib import Path; from verl_opsd.cooperbench.sandbox import *\n"
-    code += "try: make_sandbox('bubblewrap', SandboxSpec('x', Path(sys.argv[1])))\nexcept OpsdError as e: print('refused:', e)"
-    code = code.replace("import *\n", "import *; from verl_opsd.errors import OpsdError\n")
+    code += "try: make_sandbox('bubblewrap', SandboxSpec('x', Path(sys.argv[1])))\n"
+    code += "except OpsdError as e: print('refused:', e)"
+    code = code.replace("import *\n", "import *; from verl_opsd.errors import InfraFault, OpsdError\n")
     command = ["setpriv", f"--bounding-set=-{lost}", f"--inh-caps=-{lost}", sys.executable, "-c", code, tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("refused:"), done.stdout + done.stderr
@@ -192,3 +193,31 @@ def test_report_of_this_host(make):
         "git inside",
     ]
     assert all(ok for _, ok, _ in report), report
+
+
+def test_processes_that_start_together_reap_one_rest(make, tmp_path):
+    """As the workers of a run do that starts after a killed one."""
+    make()
+    (tmp_path / "owned").mkdir()
+    owner, _, label, groups = start_owner(tmp_path / "owned")
+    owner.kill()
+    owner.wait()
+    code = "from verl_opsd.cooperbench.sandbox import reap_stale; reap_stale()"
+    starters = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) for _ in range(4)]
+    assert [starter.wait(60) for starter in starters] == [0] * 4, [starter.stderr.read() for starter in starters]
+    assert not (STATE_ROOT / label).exists() and not any(group.exists() for group in groups)
+
+
+def test_a_failing_set_up_is_a_fault_and_leaves_nothing(make, tmp_path, monkeypatch):
+    make()
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("verl_opsd.cooperbench.sandbox.layout.write_state", fail)
+    (tmp_path / "w").mkdir()
+    with pytest.raises(InfraFault) as fault:
+        make_sandbox("bubblewrap", SandboxSpec("failing-setup", tmp_path / "w"))
+    assert fault.value.kind == "sandbox_unreachable" and "No space left" in str(fault.value)
+    assert not list(STATE_ROOT.glob("*failing-setup"))
+    assert "failing-setup" not in Path("/proc/mounts").read_text()

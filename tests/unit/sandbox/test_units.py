@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import struct
 import subprocess
 import threading
 import time
@@ -19,6 +21,7 @@ from verl_opsd.cooperbench.sandbox import (
     host,
     layout,
     make_sandbox,
+    seccomp,
     spawn,
 )
 from verl_opsd.errors import InfraFault, OpsdError
@@ -206,3 +209,55 @@ def test_covers_follow_every_bind_that_shows_a_hidden_path(tmp_path):
     assert covered == {"/one/venv/data", "/two/data"}
     emptied = {args[index + 2] for index, arg in enumerate(args) if arg == "--ro-bind"}
     assert emptied == {"/one/venv/key", "/two/key"}
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_system_call_filter_decides_as_written_down(monkeypatch, machine):
+    """The filter is run by an interpreter of the BPF subset, over the kernel's own numbers for each machine."""
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    code = [struct.unpack("=HBBI", part) for part in zip_eight(seccomp.no_user_namespaces())]
+    clone, unshare, setns, clone3, arch, other = {
+        "x86_64": (56, 272, 308, 435, 0xC000003E, 0xC00000B7),
+        "aarch64": (220, 97, 268, 435, 0xC00000B7, 0x40000028),
+    }[machine]
+    allow, denied, absent = 0x7FFF0000, 0x00050001, 0x00050026
+    new_user, threads = 0x10000000, 0x3D0F00
+    assert run_bpf(code, clone, arch, threads) == allow
+    assert run_bpf(code, clone, arch, threads | new_user) == denied
+    assert run_bpf(code, unshare, arch, 0x20000) == allow
+    assert run_bpf(code, unshare, arch, 0x20000 | new_user) == denied
+    assert run_bpf(code, clone3, arch, 0) == absent
+    assert run_bpf(code, setns, arch, 3) == denied
+    assert run_bpf(code, clone, other, threads) == denied
+    assert run_bpf(code, 0x40000000 + clone, arch, threads) == denied
+    for number in set(range(460)) - {clone, unshare, setns, clone3}:
+        assert run_bpf(code, number, arch, new_user) == allow
+
+
+def zip_eight(data: bytes) -> list[bytes]:
+    assert len(data) % 8 == 0
+    return [data[start : start + 8] for start in range(0, len(data), 8)]
+
+
+def run_bpf(code: list[tuple[int, int, int, int]], number: int, arch: int, argument: int) -> int:
+    data = struct.pack("<IIQQ", number, arch, 0, argument)
+    accumulator = position = 0
+    while True:
+        operation, when_true, when_false, operand = code[position]
+        if operation == 0x06:
+            return operand
+        if operation == 0x20:
+            accumulator = struct.unpack_from("<I", data, operand)[0]
+            position += 1
+            continue
+        true = {0x15: accumulator == operand, 0x35: accumulator >= operand, 0x45: bool(accumulator & operand)}[
+            operation
+        ]
+        position += 1 + (when_true if true else when_false)
+
+
+def test_an_unknown_machine_is_refused(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(OpsdError) as error:
+        seccomp.no_user_namespaces()
+    assert "riscv64" in str(error.value)

@@ -8,7 +8,7 @@ from pathlib import Path
 from verl_opsd.cooperbench.sandbox.base import CommandResult, Limits, Sandbox, SandboxSpec
 from verl_opsd.cooperbench.sandbox.bubblewrap import BubblewrapSandbox
 from verl_opsd.cooperbench.sandbox.cgroup import CONTROLLERS, find_cgroups
-from verl_opsd.cooperbench.sandbox.host import require_host, version_of
+from verl_opsd.cooperbench.sandbox.host import reap_stale, require_host, version_of
 from verl_opsd.cooperbench.sandbox.process import PlainProcessSandbox
 from verl_opsd.errors import OpsdError
 
@@ -21,6 +21,7 @@ __all__ = [
     "Sandbox",
     "SandboxSpec",
     "make_sandbox",
+    "reap_stale",
     "sandbox_report",
 ]
 

@@ -31,12 +31,14 @@ from verl_opsd.cooperbench.sandbox.host import (
     cgroup_name,
     hand_over,
     make_state,
+    parent_of,
     processes_of,
     program,
     reap_stale,
     remove_state,
     require_host,
 )
+from verl_opsd.cooperbench.sandbox.seccomp import no_user_namespaces
 from verl_opsd.cooperbench.sandbox.spawn import (
     TIMED_OUT,
     BoundedOutput,
@@ -107,6 +109,9 @@ class BubblewrapSandbox:
                     "an empty command runs before a sandbox is handed out",
                     "run `opsd doctor`: it says which part of the sandbox this host does not permit",
                 )
+        except OSError as error:
+            self.close()
+            raise self._fault("sandbox_unreachable", f"it can't be set up: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -184,7 +189,7 @@ class BubblewrapSandbox:
             if tree.init < 0:
                 tree.kill_monitor()
                 output.drain()
-                raise self._fault("sandbox_unreachable", f"bwrap: {output.value().decode(errors='replace').strip()}")
+                raise self._fault("sandbox_died", f"bwrap failed: {output.value().decode(errors='replace').strip()}")
             with self._lock:
                 if self._closed or self._owner.pid != os.getpid():
                     raise self._fault("sandbox_died", "it is closed, or another process's")
@@ -256,6 +261,8 @@ class _Tree:
         with contextlib.ExitStack() as child_ends:
             args = _memfd(sandbox._args)
             child_ends.callback(os.close, args)
+            seccomp = _memfd(no_user_namespaces())
+            child_ends.callback(os.close, seccomp)
             source = stdin_fd(stdin)
             child_ends.callback(os.close, source)
             self._status, status_end = os.pipe()
@@ -263,7 +270,17 @@ class _Tree:
             child_ends.callback(os.close, status_end)
             gate, self._gate = os.pipe()
             child_ends.callback(os.close, gate)
-            fds = ["--args", str(args), "--json-status-fd", str(status_end), "--block-fd", str(gate), "--"]
+            fds = [
+                "--args",
+                str(args),
+                "--json-status-fd",
+                str(status_end),
+                "--block-fd",
+                str(gate),
+                "--seccomp",
+                str(seccomp),
+                "--",
+            ]
             try:
                 self._process = spawn(
                     [f"{PREFIX}:{sandbox.label}".encode(), *(part.encode() for part in fds), *command],
@@ -271,7 +288,7 @@ class _Tree:
                     stdin=source,
                     stdout=out,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(args, status_end, gate),
+                    pass_fds=(args, status_end, gate, seccomp),
                     cwd="/",
                     env={},
                     umask=0o002,  # what one agent pushes to a shared repository, the group can replace
@@ -310,9 +327,16 @@ class _Tree:
         while self._report("child-pid") is None:
             if not ready([self._status], deadline - time.monotonic()) or not self._read_report():
                 return
-        self.init_pid = self._report("child-pid") or 0
-        self.init = os.pidfd_open(self.init_pid)
-        self._stack.callback(os.close, self.init)
+        pid = self._report("child-pid") or 0
+        try:
+            init = os.pidfd_open(pid)
+        except ProcessLookupError:  # bwrap failed at its mounts
+            return
+        if parent_of(pid) == self._process.pid:  # otherwise it ended and its id is someone else's
+            self.init, self.init_pid = init, pid
+            self._stack.callback(os.close, init)
+        else:
+            os.close(init)
 
     def release(self) -> None:
         """Lets the command start."""
@@ -348,7 +372,7 @@ class _Tree:
 
 
 def _memfd(data: bytes) -> int:
-    fd = os.memfd_create("bwrap-args", os.MFD_CLOEXEC)
+    fd = os.memfd_create("bwrap", os.MFD_CLOEXEC)
     os.write(fd, data)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd

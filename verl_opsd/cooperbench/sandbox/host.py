@@ -6,7 +6,6 @@ and /usr/local/bin), named after the process that owns it, and one lock file a u
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import functools
 import os
@@ -15,11 +14,11 @@ import shutil
 import signal
 import stat
 import subprocess
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from verl_opsd.cooperbench.sandbox.cgroup import Cgroup
+from verl_opsd.cooperbench.sandbox.seccomp import no_user_namespaces
 from verl_opsd.errors import InfraFault, OpsdError
 
 LOCAL_BIN = Path("/usr/local/bin")
@@ -39,7 +38,6 @@ PROGRAMS = {
 }
 SYSTEM_DIRECTORIES = ("/usr/bin", "/bin", "/usr/sbin", "/sbin")
 MIN_BWRAP = (0, 7)
-_reap_lock = threading.Lock()
 
 
 def program(name: str) -> Path:
@@ -76,6 +74,7 @@ def require_host() -> None:
     """
     for name in PROGRAMS:
         program(name)
+    no_user_namespaces()
     if version_of("bwrap") < MIN_BWRAP:
         raise OpsdError(
             f"bubblewrap {'.'.join(map(str, version_of('bwrap')))}",
@@ -123,18 +122,42 @@ class Owner:
 def _start_time(pid: int) -> int | None:
     """Start time of a process, None when it is gone or a zombie."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def parent_of(pid: int) -> int:
+    """Parent's process id; 0 when ``pid`` is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def state_root() -> Path:
+    """``STATE_ROOT``, made if it is not there.
+
+    Raises:
+        OpsdError: it can't be written.
+    """
+    try:
+        (STATE_ROOT / "uids").mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise OpsdError(
+            f"{STATE_ROOT} can't be made: {error.strerror}",
+            "a sandbox keeps its /tmp, its home and its claim to a user id there",
+            f"make {STATE_ROOT.parent} writable",
+        ) from error
+    return STATE_ROOT
 
 
 class UidLease:
     """A user id of the range that no other living sandbox on this host has; a file lock, so it ends with its holder."""
 
     def __init__(self) -> None:
-        directory = STATE_ROOT / "uids"
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory = state_root() / "uids"
         for uid in range(FIRST_UID, LAST_UID + 1):
             fd = os.open(directory / str(uid), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -182,18 +205,10 @@ def make_state(name: str, size_bytes: int) -> Path:
     """A new tmpfs below ``STATE_ROOT``.
 
     Raises:
-        OpsdError: the host does not permit mounts, or ``STATE_ROOT`` can't be written.
+        OpsdError: the host does not permit mounts.
     """
-    path = STATE_ROOT / name
-    try:
-        STATE_ROOT.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.mkdir(mode=0o700)
-    except OSError as error:
-        raise OpsdError(
-            f"{path} can't be created: {error.strerror}",
-            "a sandbox keeps its /tmp and home there",
-            "make /run writable",
-        ) from error
+    path = state_root() / name
+    path.mkdir(mode=0o700)
     options = f"size={size_bytes},mode=0700,nosuid,nodev"
     done = subprocess.run(
         [program("mount"), "-t", "tmpfs", "-o", options, PREFIX, path], capture_output=True, stdin=subprocess.DEVNULL
@@ -212,7 +227,7 @@ def remove_state(path: Path) -> None:
     """Unmounts and removes a state directory. Idempotent."""
     if os.path.ismount(path):
         subprocess.run([program("umount"), "--lazy", path], capture_output=True, stdin=subprocess.DEVNULL)
-    with contextlib.suppress(FileNotFoundError):  # another process reaps it too
+    if path.exists():
         shutil.rmtree(path)
 
 
@@ -227,7 +242,9 @@ def reap_stale() -> list[str]:
     Raises:
         InfraFault: ``sandbox_unreachable`` when something can't be removed.
     """
+    lock = os.open(state_root() / "reap", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes that start together would reap the same rests
         return _reap()
     except OSError as error:
         raise InfraFault(
@@ -236,26 +253,27 @@ def reap_stale() -> list[str]:
             "no sandbox starts beside the rests of another: they may hold memory and processes",
             f"remove what is left below {STATE_ROOT} (umount first) and its control group by hand",
         ) from error
+    finally:
+        os.close(lock)
 
 
 def _reap() -> list[str]:
     removed = []
-    with _reap_lock:
-        for entry in os.scandir("/proc"):
-            if entry.name.isdigit() and (name := _sandbox_of(int(entry.name))):
-                owner = Owner.of_label(name)
-                if owner and owner.is_dead():
-                    _kill_if_there(int(entry.name))
-                    removed.append(name)
-        for path in STATE_ROOT.iterdir() if STATE_ROOT.is_dir() else ():
-            owner = Owner.of_label(path.name)
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and (name := _sandbox_of(int(entry.name))):
+            owner = Owner.of_label(name)
             if owner and owner.is_dead():
-                groups = path / "cgroups"
-                if groups.exists():
-                    lines = (Path(line) for line in groups.read_text().splitlines())
-                    Cgroup(tuple(line for line in lines if line.name == cgroup_name(path.name))).remove()
-                remove_state(path)
-                removed.append(path.name)
+                _kill_if_there(int(entry.name))
+                removed.append(name)
+    for path in STATE_ROOT.iterdir():
+        owner = Owner.of_label(path.name)
+        if owner and owner.is_dead():
+            groups = path / "cgroups"
+            if groups.exists():
+                lines = (Path(line) for line in groups.read_text().splitlines())
+                Cgroup(tuple(line for line in lines if line.name == cgroup_name(path.name))).remove()
+            remove_state(path)
+            removed.append(path.name)
     return removed
 
 

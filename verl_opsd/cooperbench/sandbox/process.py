@@ -1,8 +1,8 @@
 """The plain-process sandbox: the same protocol, no isolation. For machines that permit no namespaces, on request only.
 
 What it is not: a boundary. A command runs as this process's user on the bare host. It can read the data set with its
-gold patches and hidden tests, read and write whatever the user can, use the network, and leave a process behind that has
-moved to its own session. Paths are not mapped either: ``/workspace`` works as a command's directory only.
+gold patches and hidden tests, read and write whatever the user can, use the network, and leave a process behind in a
+session of its own. Paths are not mapped either: ``/workspace`` works as a command's directory only.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ NOT_STARTED = 126
 
 
 class CannotStart(Exception):
-    """No kernel can start this command: an argument too long, a NUL byte, a lone surrogate. Its writer is at fault: it is
-    a failed command, not a fault of the sandbox."""
+    """No kernel can start this command: an argument too long, a NUL byte, a lone surrogate. Its writer is at fault: a
+    failed command, not a fault of the sandbox."""
 
     def result(self, seconds: float) -> CommandResult:
         text = f"cannot start the command: {self}\n".encode("utf-8", "backslashreplace")
