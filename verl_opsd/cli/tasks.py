@@ -1,4 +1,4 @@
-"""``opsd tasks list|prepare|qualify``: lists a data set's tasks, makes them ready, measures which features give reward."""
+"""``opsd tasks list|prepare|qualify``: lists tasks, makes them ready, measures which features give reward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``tasks`` and its commands; each sets ``func``, which takes the parsed arguments and returns the exit code."""
+    """Adds ``tasks`` and its commands; each sets ``func``, which takes the arguments and returns the exit code."""
     tasks = subparsers.add_parser("tasks", help="list, prepare and qualify tasks")
     commands = tasks.add_subparsers(dest="tasks_command", required=True)
     for name, func, text in (

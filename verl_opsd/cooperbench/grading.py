@@ -83,10 +83,19 @@ class GradingSandbox:
     Args:
         patch_dir: the host's folder of ``/patches``.
         patches: contents by name that replace what the package writes under these names: the agents' patches as is.
+        hosted: gives a command's text with the host's paths, where the sandbox maps none.
     """
 
-    def __init__(self, sandbox: Sandbox, timeout_s: float, patch_dir: Path, patches: dict[str, bytes]):
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        timeout_s: float,
+        patch_dir: Path,
+        patches: dict[str, bytes],
+        hosted: Callable[[str], str],
+    ):
         self._sandbox, self._timeout_s, self._patch_dir, self._patches = sandbox, timeout_s, patch_dir, patches
+        self._hosted = hosted
         self.fault: InfraFault | None = None
 
     def write(self, name: str, content: bytes) -> None:
@@ -127,10 +136,17 @@ class GradingSandbox:
 
     def _run(self, argv: list[str], timeout_s: float) -> CommandResult:
         try:
-            return self._sandbox.run(argv, timeout_s=timeout_s, cwd=REPO_INSIDE)
+            return self._sandbox.run([self._hosted(arg) for arg in argv], timeout_s=timeout_s, cwd=REPO_INSIDE)
         except InfraFault as fault:
             self.fault = grading_fault("grader_died", str(fault))
             raise self.fault from fault
+
+
+def _host_paths(binds: dict[str, Path]) -> Callable[[str], str]:
+    """Replaces paths inside by the host's, in one pass, only where a path begins."""
+    inside = "|".join(re.escape(path) for path in sorted(binds, key=len, reverse=True))
+    pattern = re.compile(rf"(?<![\w./-])(?:{inside})(?![\w.-])")
+    return lambda text: pattern.sub(lambda match: str(binds[match[0]]), text)
 
 
 @contextmanager
@@ -152,16 +168,23 @@ def grading_sandbox(
         workspace, patch_dir = Path(folder, "workspace"), Path(folder, "patches")
         patch_dir.mkdir()
         shutil.copytree(prepared.base, workspace / "repo", symlinks=True)
+        prefix = prepared.python_prefix
+        read_only = [(prepared.runner, _RUNNER), (prefix, str(prefix)), *prepared.ro_binds]
+        writable = [(patch_dir, "/patches")]
+        env: dict[str, str] = dict(prepared.env)
+        hosted: Callable[[str], str] = str
+        if backend == "process":  # maps no paths: everything is told the host's
+            read_only[0] = (Path(folder, "runner.sh"), _RUNNER)
+            hosted = _host_paths({inside: host for host, inside in [(workspace, "/workspace"), *read_only, *writable]})
+            read_only[0][0].write_text(hosted(prepared.runner.read_text()))
+            read_only, writable = [[(host, str(host)) for host, _ in binds] for binds in (read_only, writable)]
+            env = {name: hosted(value) for name, value in env.items()}
         spec = SandboxSpec(
             name=Path(folder).name,
             workspace=workspace,
-            ro_binds=(
-                (prepared.runner, _RUNNER),
-                (prepared.python_prefix, str(prepared.python_prefix)),
-                *prepared.ro_binds,
-            ),
-            rw_binds=((patch_dir, "/patches"),),
-            env=prepared.env,
+            ro_binds=tuple(read_only),
+            rw_binds=tuple(writable),
+            env=env,
             hidden=(dataset_dir,),
         )
         try:
@@ -169,11 +192,11 @@ def grading_sandbox(
         except InfraFault as fault:
             raise grading_fault("grader_died", str(fault)) from fault
         try:
-            box = GradingSandbox(sandbox, timeout_s, patch_dir, patches)
+            box = GradingSandbox(sandbox, timeout_s, patch_dir, patches, hosted)
             python = box.exec("bash", "-c", "command -v python").output.strip()
-            if python != f"{prepared.python_prefix}/bin/python":
+            if python != f"{prefix}/bin/python":
                 # Tests on another interpreter than the prepared one would be another measurement.
-                raise grading_fault("grader_died", f"python is {python!r}, not {prepared.python_prefix}/bin/python")
+                raise grading_fault("grader_died", f"python is {python!r}, not {prefix}/bin/python")
             yield box
         finally:
             sandbox.close()

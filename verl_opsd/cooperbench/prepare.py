@@ -187,7 +187,6 @@ def _build(folder: Path, task_dir: Path, source: Source, recipe: Recipe, python_
         "env": {"PATH": path, "PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1", **recipe.env},
         "ro_files": ro_files,
         "tree_hash": content,
-        "near_benchmark": recipe.near_benchmark,
     }
     (folder / "prepared.json").write_text(json.dumps(data, indent=1))
     _make_readable(folder)

@@ -17,6 +17,7 @@ from verl_opsd.cooperbench.grading import grade_patch
 from verl_opsd.cooperbench.prepare import load_prepared
 from verl_opsd.cooperbench.types import PairTask, PreparedTask
 from verl_opsd.errors import OpsdError
+from verl_opsd.tokens.records import FeatureGrade
 
 
 def qualify(
@@ -42,15 +43,20 @@ def qualify(
     wanted = sorted(known if features is None else set(features))
     if unknown := sorted(set(wanted) - set(known)):
         raise OpsdError(f"features {unknown} of {task_dir}", f"the task has features {known}", "name these")
-    options = {"backend": backend, "allow_unsafe": allow_unsafe, "timeout_s": timeout_s}
+
+    def grade(feature_id: int, patch: str | None) -> FeatureGrade:
+        return grade_patch(
+            task_dir, feature_id, prepared, patch, backend=backend, allow_unsafe=allow_unsafe, timeout_s=timeout_s
+        )
+
     measured = {}
     for feature_id in wanted:
         started = time.monotonic()
         gold_patch = (
             (task_dir / f"feature{feature_id}" / "feature.patch").read_bytes().decode("utf-8", "surrogateescape")
         )
-        gold = grade_patch(task_dir, feature_id, prepared, gold_patch, **options)
-        base = grade_patch(task_dir, feature_id, prepared, None, **options)
+        gold = grade(feature_id, gold_patch)
+        base = grade(feature_id, None)
         measured[feature_id] = FeatureRow(
             feature_id, gold.passed, gold.tests_passed, base.passed, round(time.monotonic() - started, 2)
         )

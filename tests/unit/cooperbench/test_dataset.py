@@ -53,7 +53,7 @@ def test_subset_features_are_sorted_and_missing_pairs_mean_all(dataset: Path) ->
 
 def test_unknown_subset_lists_the_known_ones(dataset: Path) -> None:
     write_subset(dataset, [])
-    with pytest.raises(OpsdError, match="known subsets.*mine"):
+    with pytest.raises(OpsdError, match=r"known subsets.*mine"):
         load_subset("yours", dataset)
 
 

@@ -1,4 +1,4 @@
-"""The pocket tasks as files: complete, in CooperBench's layout, small enough for a small context, in disjoint splits."""
+"""The pocket tasks as files: complete, in CooperBench's layout, fit for a small context, in disjoint splits."""
 
 from __future__ import annotations
 
