@@ -96,7 +96,9 @@ async def random_conversation(rng: random.Random, calls: int) -> tuple[tuple[Tur
     history = [{"role": "system", "content": words()}, {"role": "user", "content": words()}]
     for _ in range(calls):
         event = rng.random()
-        if event < 0.15 and len(history) > 4:  # compaction: a summary of the old turns, the recent ones kept
+        if event < 0.15 and any(
+            m["role"] == "assistant" for m in history
+        ):  # compaction: a summary of the old turns, the recent ones kept
             transcript = [{"role": "user", "content": words()}]
             summary = await session.chat(transcript, None, kind="summarizer")
             recent = next(i for i in range(len(history) - 1, 0, -1) if history[i]["role"] == "assistant")

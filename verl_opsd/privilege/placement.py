@@ -250,7 +250,6 @@ def _view(
                 f"a teacher pass of {len(one)} tokens, {len(one) - max_len} more than max_len={max_len}",
                 "shorten the brief, raise the teacher's context, or leave the trajectory out explicitly",
             )
-        # A predicting position right at the splice would score the token behind the brief; replies never start there.
         mapped.append(offset + positions + len(brief) * (positions >= a))
         spans.append((offset + a, offset + a + len(brief)))
         assert np.array_equal(np.concatenate([one[:a], one[a + len(brief) :]]), ids[: len(one) - len(brief)])

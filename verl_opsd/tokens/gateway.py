@@ -140,7 +140,7 @@ class _Branch:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a call's prompt is made: ``base`` ids of known branch ``branch`` plus ``new_ids``."""
+    """A call's prompt, ``start`` ids of it known; ``branch`` will hold it, ``fork`` is that branch if it is new."""
 
     prompt: list[int]
     start: int

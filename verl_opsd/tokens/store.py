@@ -227,7 +227,7 @@ class EpisodeStore:
         grade = episode.grade
         if episode.scored != (grade is not None) or not (episode.scored or episode.outcome.startswith("infra:")):
             raise OpsdError(
-                f"episode {episode.episode_id!r} of outcome {episode.outcome!r}, {'with' if grade else 'without'} grade",
+                f"episode {episode.episode_id!r} of outcome {episode.outcome!r}, grade {'set' if grade else 'None'}",
                 "an outcome is scored, with a grade, or infra:<kind>, without one",
                 "grade the episode, or name the infrastructure fault",
             )

@@ -72,8 +72,7 @@ class VerlTokenBuilder:
 
     def __init__(self, tokenizer: Any, model_type: str):
         self.tokenizer = tokenizer
-        self._im_start, self._im_end = _token(tokenizer, "<|im_start|>"), _token(tokenizer, "<|im_end|>")
-        self._line = _token(tokenizer, "\n")
+        _, _, self._im_end = (_token(tokenizer, text) for text in ("\n", "<|im_start|>", "<|im_end|>"))
         known = infer_continuous_token_model_family(hf_model_type=model_type)
         qwen = issubclass(get_continuous_token_builder_class(known), QwenContinuousTokenBuilder)
         if not qwen and known is not ContinuousTokenModelFamily.DEFAULT:
