@@ -397,7 +397,7 @@ class OpsdEngine(FSDPEngineWithLMHead):
         )
         if not loss_function.anchor and bool((flat(batch, "opsd_anchor") != 0).any()):
             raise OpsdError(
-                "rows with anchor coefficients under a loss without an anchor",
+                f"rows with anchor coefficients under a loss without an anchor: {flat(batch, 'opsd_anchor').unique().tolist()[:5]}",
                 "a coefficient that is not used would vanish silently",
                 "set anchor=True in OpsdLoss, or build the rows with opsd_anchor = 0",
             )
