@@ -2,9 +2,9 @@
 
     python benchmarks/head.py [--chunk 256 512 1024] [--repeat 5]
 
-Compared with the same loss written in plain torch on full logits (eager), and with the three matrix products that nothing
-can avoid: student logits, teacher logits, gradient to the student's hidden states. Peak is above the inputs (hidden states
-and both vocabulary weights). Without a GPU a small shape runs, whose numbers say nothing about the full one.
+Compared with the same loss in plain torch on full logits, and with the three matrix products that nothing can avoid:
+student logits, teacher logits, gradient to the student's hidden states. Peak is above the inputs (hidden states and
+both vocabulary weights). Without a GPU a small shape runs, whose numbers say nothing about the full one.
 
 Shape suffixes: N loss positions, C of one chunk, S student and T teacher hidden size, V vocabulary.
 """
@@ -17,6 +17,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -88,9 +89,8 @@ def main() -> None:
     weight_VS, weight_VT = random(vocab, shape["student"], 0.02), random(vocab, shape["teacher"], 0.02)
     hidden_NS, teacher_NT = random(n, shape["student"], 2.0), random(n, shape["teacher"], 2.0)
     coef_N = torch.full((n,), 1.0 / n, device=device)
-    head = nn.Linear(shape["student"], vocab, bias=False, device="meta", dtype=torch.bfloat16)
+    head = LossPositionHead(shape["student"], vocab, bias=False, device="meta", dtype=torch.bfloat16)
     head.weight = nn.Parameter(weight_VS, requires_grad=False)
-    head.__class__ = LossPositionHead
     hidden_1NS = hidden_NS[None].requires_grad_()
 
     def head_step(chunk: int) -> None:
@@ -124,9 +124,9 @@ def main() -> None:
 
     print(f"{'three matmuls':34} {floor:9.4f} {1.0:10.2f}", flush=True)
     for chunk in args.chunk:
-        row(f"head, chunk {chunk}", lambda c=chunk: head_step(c))
+        row(f"head, chunk {chunk}", partial(head_step, chunk))
     hidden_1NS.grad = None
-    row("full logits, autograd", lambda: eager(hidden_NS, teacher_NT, weight_VS, weight_VT, coef_N))
+    row("full logits, autograd", partial(eager, hidden_NS, teacher_NT, weight_VS, weight_VT, coef_N))
     if not cuda:
         print(f"process peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
 

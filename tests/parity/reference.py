@@ -1,9 +1,11 @@
 """The distillation losses in float64, from their definitions: no stabilised form, no chunk, no code of the library.
 
-Shape suffixes: N loss positions, V vocabulary.
+Shape suffixes: N loss positions, V vocabulary, J outcomes of a support (its tokens and the rest).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,20 +14,56 @@ from torch import Tensor
 def log_softmax(logits_NV: Tensor) -> Tensor:
     """log(exp(z_v) / sum_u exp(z_u)), float64."""
     z_NV = logits_NV.to(torch.float64)
-    z_NV = z_NV - z_NV.max(-1, keepdim=True).values
+    z_NV = z_NV - z_NV.detach().max(-1, keepdim=True).values
     return z_NV - z_NV.exp().sum(-1, keepdim=True).log()
 
 
-def kl(logp_NV: Tensor, logq_NV: Tensor) -> Tensor:
-    """KL(p || q) = sum_v p_v log(p_v / q_v); nats."""
-    return (logp_NV.exp() * (logp_NV - logq_NV)).sum(-1)
+def softmax(logits_NV: Tensor) -> Tensor:
+    """Probabilities, float64."""
+    return log_softmax(logits_NV).exp()
 
 
-def reverse_kl(student_NV: Tensor, teacher_NV: Tensor) -> Tensor:
-    """KL(student || teacher) of two rows of logits."""
-    return kl(log_softmax(student_NV), log_softmax(teacher_NV))
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p || q) = sum_v p_v log(p_v / q_v) over outcomes with p_v > 0; nats."""
+    possible = p > 0
+    ratio = torch.where(possible, p, 1.0) / torch.where(possible, q, 1.0)
+    return (p * ratio.log()).sum(-1)
 
 
-def forward_kl(student_NV: Tensor, teacher_NV: Tensor) -> Tensor:
-    """KL(teacher || student) of two rows of logits."""
-    return kl(log_softmax(teacher_NV), log_softmax(student_NV))
+def jsd(p: Tensor, q: Tensor, beta: float) -> Tensor:
+    """beta KL(q || m) + (1 - beta) KL(p || m) with m = beta q + (1 - beta) p; p is the student."""
+    m = beta * q + (1 - beta) * p
+    return beta * kl(q, m) + (1 - beta) * kl(p, m)
+
+
+#: (student probabilities, teacher probabilities) -> [N]
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "reverse_kl": kl,
+    "forward_kl": lambda p, q: kl(q, p),
+    "jsd": lambda p, q: jsd(p, q, 0.3),
+    "skewed_reverse_kl": lambda p, q: kl(p, 0.2 * p + 0.8 * q),
+    "skewed_forward_kl": lambda p, q: kl(q, 0.2 * q + 0.8 * p),
+}
+#: The parameters that the functions above fix.
+PARAMETERS: dict[str, dict[str, float]] = {
+    "jsd": {"beta": 0.3},
+    "skewed_reverse_kl": {"skew": 0.2},
+    "skewed_forward_kl": {"skew": 0.2},
+}
+
+
+def support_of(side: str, p_V: Tensor, q_V: Tensor, label: int, k: int) -> list[int]:
+    """Token ids of a support, by sorting probabilities in Python."""
+
+    def top(prob_V: Tensor) -> set[int]:
+        values = prob_V.tolist()
+        return set(sorted(range(len(values)), key=lambda v: -values[v])[:k])
+
+    sets = {"student_topk": top(p_V), "teacher_topk": top(q_V), "union_topk": top(p_V) | top(q_V)}
+    return sorted(sets[side] | {label})
+
+
+def outcomes(p_V: Tensor, ids: list[int]) -> Tensor:
+    """Probabilities of the ids, and of everything else as one outcome."""
+    rest = [v for v in range(p_V.numel()) if v not in set(ids)]
+    return torch.cat([p_V[ids], p_V[rest].sum()[None]])

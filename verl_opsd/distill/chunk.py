@@ -1,13 +1,13 @@
 """One chunk of loss positions: logits, divergences, weights, and the gradient with respect to the student's logits.
 
-Shape suffixes: N loss positions, C those of this chunk, H hidden size (the teacher's may differ), V vocabulary, K slots of
-a support, J = K + 1 outcomes (the last one is the tail). Signals keep their suffix N when cut to a chunk.
+Shape suffixes: N loss positions, C those of this chunk, H hidden size (the teacher's may differ), V vocabulary, K
+slots of a support, J = K + 1 outcomes (the last one is the tail). Signals keep their suffix N when cut to a chunk.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class ChunkInput:
         def part(signal: Signal | None) -> Signal | None:
             if signal is None:
                 return None
-            cut = {k: v[rows] if isinstance(v, Tensor) else v for k, v in signal.__dict__.items()}
+            cut: dict[str, Any] = {k: v[rows] if isinstance(v, Tensor) else v for k, v in signal.__dict__.items()}
             return Signal(**cut).to(device)
 
         return cls(
@@ -227,7 +227,7 @@ def _outcomes(chunk: ChunkInput, signal: Signal, logq_CV: Tensor | None, ids_CK:
 def _sampled(
     chunk: ChunkInput, spec: LossSpec, signal: Signal | None, leaf_CV: Tensor, logq_CV: Tensor | None, coef_C: Tensor
 ) -> Tensor:
-    """A sampled-token estimator where there is a coefficient, NaN elsewhere: a masked position cannot make it refuse."""
+    """A sampled-token estimator where there is a coefficient, NaN elsewhere: a masked position never makes it refuse."""
     assert chunk.labels_C is not None
     keep_C = coef_C != 0
     logp_C = _pick(leaf_CV, chunk.labels_C)[keep_C]

@@ -36,8 +36,11 @@ class Norms(NamedTuple):
 
 
 def excess(d: Tensor) -> Tensor:
-    """``expm1(-d) + d``, which is >= 0, for d >= -1. Below 1/16 by its series, since the sum would cancel."""
-    series = d * d * (0.5 - d * (1 / 6 - d * (1 / 24 - d / 120)))
+    """``expm1(-d) + d``, which is >= 0, for d >= -1. Below 1/16 by its series to d^9, since the sum would cancel."""
+    series = d.new_tensor(1 / 362880)
+    for factorial in (40320, 5040, 720, 120, 24, 6, 2):
+        series = 1 / factorial - d * series
+    series = d * d * series
     return torch.where(d.abs() < 0.0625, series, torch.expm1(-d) + d)
 
 

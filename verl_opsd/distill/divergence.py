@@ -1,7 +1,7 @@
 """Divergences per position, in nats, from log-probabilities. The direction is in the name.
 
-    reverse KL   KL(student || teacher)     mode-seeking: the student is punished for what the teacher would not say
-    forward KL   KL(teacher || student)     mass-covering: the student is punished for missing what the teacher would say
+    reverse KL   KL(student || teacher)   mode-seeking: the student is punished for what the teacher would not say
+    forward KL   KL(teacher || student)   mass-covering: it is punished for missing what the teacher would say
 
 >>> import math, torch
 >>> student = torch.log(torch.tensor([0.9, 0.1], dtype=torch.float64))
@@ -12,8 +12,9 @@
 (0.510826, 0.510826)
 
 Every function takes ``logp`` (student) and ``logq`` (teacher) of one shape [..., V], each summing to one over the last
-dimension (a full vocabulary, or a support with its tail bucket), and returns [...]. An outcome of probability 0 is -inf.
-Gradients flow into both arguments. Sampled-token estimators take the sampled token's log-probabilities, [...], instead.
+dimension (a full vocabulary, or a support with its tail bucket), and returns [...]. An outcome of probability 0 is
+-inf. Gradients flow into both arguments. Sampled-token estimators take the sampled token's log-probabilities, [...],
+instead.
 
 Sources: generalised JSD: Agarwal et al. 2024 (GKD); skewed KL: Ko et al. 2024 (DistiLLM); k1, k2, k3: Schulman,
 "Approximating KL divergence", 2020.
@@ -43,7 +44,8 @@ def _kl(loga: Tensor, logb: Tensor) -> Tensor:
     below = d < -1
     near = a * excess(d.clamp_min(-1.0))
     far = b - a + a * torch.where(below, d, 0.0)
-    return torch.where(absent, b, torch.where(below, far, near)).sum(-1)
+    term = torch.where(absent, b, torch.where(below, far, near))
+    return torch.where(~absent & (logb == -torch.inf), torch.inf, term).sum(-1)
 
 
 def reverse_kl(logp: Tensor, logq: Tensor) -> Tensor:
@@ -68,8 +70,8 @@ def _log_mixture(loga: Tensor, logb: Tensor, weight_a: float) -> Tensor:
 def jsd(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
     """Generalised JSD: beta KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student.
 
-    ``jsd / beta`` tends to forward KL as beta goes to 0, ``jsd / (1 - beta)`` to reverse KL as beta goes to 1; at 0 and 1
-    itself the definition is 0, so those values are refused instead of being given another meaning.
+    ``jsd / beta`` tends to forward KL as beta goes to 0, ``jsd / (1 - beta)`` to reverse KL as beta goes to 1; at 0
+    and 1 itself the definition is 0, so those values are refused instead of being given another meaning.
 
     >>> import torch
     >>> p, q = torch.log(torch.tensor([0.9, 0.1])), torch.log(torch.tensor([0.2, 0.8]))
@@ -121,13 +123,13 @@ def k1(logp: Tensor, logq: Tensor) -> Tensor:
 
 
 def k2(logp: Tensor, logq: Tensor) -> Tensor:
-    """(log p - log q)^2 / 2 of a sampled token: biased in value, and its gradient is that of reverse KL in expectation."""
+    """(log p - log q)^2 / 2 of a sampled token: biased in value; its gradient in expectation is that of reverse KL."""
     return 0.5 * (logp - logq).square()
 
 
 def k3(logp: Tensor, logq: Tensor, max_log_ratio: float | None = None) -> Tensor:
-    """q/p - 1 - log(q/p) of a sampled token: unbiased for reverse KL in value, >= 0; its gradient in expectation is that
-    of forward KL.
+    """q/p - 1 - log(q/p) of a sampled token: unbiased for reverse KL in value, >= 0; its gradient in expectation is
+    that of forward KL.
 
     Args:
         max_log_ratio: limit on log q - log p (nats), above which value and gradient stay at the limit; None: refuse
@@ -145,8 +147,8 @@ def policy_gradient(
 ) -> Tensor:
     """Sampled-token reverse KL as a policy-gradient loss: -ratio * advantage * [trust[0] <= ratio <= trust[1]].
 
-    advantage = log q - log p, detached; ratio = p / behaviour, which carries the gradient. In expectation over tokens of
-    the behaviour policy, with every ratio trusted, the gradient is that of reverse KL.
+    advantage = log q - log p, detached; ratio = p / behaviour, which carries the gradient. In expectation over tokens
+    of the behaviour policy, with every ratio trusted, the gradient is that of reverse KL.
 
     Args:
         behaviour_logp: log-probabilities under the policy that sampled the tokens.

@@ -4,8 +4,8 @@ It gathers the hidden states at the loss positions, and computes the divergence 
 one pass: no tensor of positions x vocabulary outlives a chunk. Installed by a class swap, so the name, tying,
 sharding and checkpoints of the parameter, and adapters elsewhere, stay as they are; without a task it is ``nn.Linear``.
 
-Shape suffixes: B batch, T sequence, M = B*T, N loss positions, C loss positions of one chunk, H hidden size (the teacher's
-may differ), V vocabulary. Log-probabilities and divergences are in nats.
+Shape suffixes: B batch, T sequence, M = B*T, N loss positions, C loss positions of one chunk, H hidden size (the
+teacher's may differ), V vocabulary. Log-probabilities and divergences are in nats.
 """
 
 from __future__ import annotations
@@ -170,9 +170,10 @@ class LossPositionHead(nn.Linear):
         if task.kind == "score":
             # An empty slice, not 0 * x: it keeps the graph alive when N is 0, and finite when x is not.
             return (x.reshape(-1, x.shape[-1]).index_select(0, task.index_N) + x.reshape(-1)[:0].sum())[None]
+        if torch.compiler.is_compiling():  # a graph break; the decorator would import the compiler for everybody
+            return torch.compiler.disable(self._loss)(x, task)
         return self._loss(x, task)
 
-    @torch.compiler.disable
     def _loss(self, x: Tensor, task: HeadTask) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             flat_MH = x.reshape(-1, x.shape[-1])
@@ -245,7 +246,7 @@ def install_head(module: nn.Module) -> LossPositionHead:
         OpsdError: the output embeddings are not exactly ``nn.Linear`` (an adapter's wrapper, a quantised layer) or
             carry a bias.
     """
-    head = module.get_output_embeddings()
+    head: Any = module.get_output_embeddings()  # type: ignore[operator]
     if isinstance(head, LossPositionHead):
         return head
     if type(head) is not nn.Linear:

@@ -40,10 +40,11 @@ class LossSpec:
         divergence: a name of :data:`ANALYTIC` or :data:`SAMPLED`.
         beta: of ``jsd``, weight of the teacher in the mixture, in (0, 1).
         skew: of the skewed KLs, in (0, 1).
-        support: ``full``; ``student_topk``, ``teacher_topk``, ``union_topk`` (exact teacher, sampled token added, rest in a
-            tail bucket); ``signal`` (the support that a support signal brings).
+        support: ``full``; ``student_topk``, ``teacher_topk``, ``union_topk`` (exact teacher, sampled token added, rest
+            in a tail bucket); ``signal`` (the support that a support signal brings).
         top_k: tokens a side, for the three top-k supports.
-        weights: data-dependent weights of a position; they multiply, and never enter a denominator. Not applied to the anchor.
+        weights: data-dependent weights of a position; they multiply, and never enter a denominator. Not applied to the
+            anchor.
         trust: of ``policy_gradient``, range of importance ratios outside which a token is masked.
         max_log_ratio: of ``k3`` and ``policy_gradient``, stated clip of the log-ratio in nats; None refuses overflow.
 

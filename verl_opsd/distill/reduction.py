@@ -1,7 +1,8 @@
 """From static weights to the final coefficient of each loss position: ``loss of the step = sum of coef * divergence``.
 
-The denominators are those of the whole global batch and stand inside the coefficients. So the loss and its gradient do not
-depend on how the rows are split over micro-batches, accumulation steps or ranks: any split of one sum is the same sum.
+The denominators are those of the whole global batch and stand inside the coefficients. So the loss and its gradient do
+not depend on how the rows are split over micro-batches, accumulation steps or ranks: any split of one sum is that
+sum.
 
     token     every position counts by its weight           sum w d / sum w
     turn      mean over turns of the mean within a turn     a turn without weight does not count
@@ -37,7 +38,8 @@ def coefficients(
 
     Args:
         turns: int64[N] a row, the turn of each loss position.
-        branches, episodes: one id a row. Turns are told apart by (branch, turn), so a branch may be cut into several rows.
+        branches, episodes: one id a row. Turns are told apart by (branch, turn), so a branch may be cut into several
+            rows.
         weights: float[N] a row, >= 0; they count in the denominators, and 0 takes a position out of the loss.
         numerator_weights: float[N] a row, >= 0; they multiply the coefficient and are not in any denominator.
         scale: factor of all coefficients, e.g. the anchor's lambda.

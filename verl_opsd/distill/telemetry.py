@@ -1,8 +1,8 @@
-"""What the loss positions of a window of training look like: per-token values, their distribution, and a ledger that sums.
+"""What the loss positions of a window of training look like: per-token values, their distribution, a summing ledger.
 
-Values are kept whole, not sketched: about 40 bytes a loss position, 40 MB for a million, and every quantile is exact. Merging
-is concatenation, and each statistic is taken over sorted values, so it is bit-equal however ranks and micro-batches cut the
-same positions.
+Values are kept whole, not sketched: about 40 bytes a loss position, 40 MB for a million, and every quantile is exact.
+Merging is concatenation, and each statistic is taken over sorted values, so it is bit-equal however ranks and
+micro-batches cut the same positions.
 
 Shape suffix: N loss positions.
 """
@@ -26,8 +26,9 @@ COVERAGES = ("coverage_student", "coverage_teacher")
 class Telemetry:
     """Per-token values on the host, float32[N] each, and integer labels to group by, int64[N] each.
 
-    Labels are the caller's: token class, turn, prefix depth bucket, quarter of the run (:func:`part_of_run`), epoch. The label
-    ``loss`` (1 inside the mask, 0 outside) is always there: loss statistics cover the inside, drift both apart.
+    Labels are the caller's: token class, turn, prefix depth bucket, quarter of the run (:func:`part_of_run`), epoch.
+    The label ``loss`` (1 inside the mask, 0 outside) is always there: loss statistics cover the inside, drift both
+    apart.
     """
 
     values: Mapping[str, Tensor]
@@ -88,9 +89,9 @@ class Telemetry:
 
 
 def distribution(value_N: Tensor) -> dict[str, float]:
-    """mean, median, p90, p99, max, max_over_mean and top1pct_share (share of the sum that the largest 1% of positions, at
-    least one, hold). Quantiles are the smallest value with at least that share of positions at or below it. NaN is left out;
-    empty without values.
+    """mean, median, p90, p99, max, max_over_mean and top1pct_share (share of the sum that the largest 1% of positions,
+    at least one, hold). Quantiles are the smallest value with at least that share of positions at or below it. NaN is
+    left out; empty without values.
     """
     value_N = value_N[~value_N.isnan()].to(torch.float64).sort().values
     n = value_N.numel()
@@ -135,8 +136,8 @@ class Ledger:
 
     Attributes:
         states: policy calls seen; usable: those that reach the loss; dropped: the others by reason.
-        reply_tokens: policy tokens of the usable states; by_class: loss positions by token class; left_out: reply tokens
-            without loss, by reason.
+        reply_tokens: policy tokens of the usable states; by_class: loss positions by token class; left_out: reply
+            tokens without loss, by reason.
     """
 
     states: int = 0

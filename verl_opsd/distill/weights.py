@@ -1,10 +1,10 @@
 """Weights of loss positions. All of them compose by product.
 
 Static weights are known before the update (masks by turn, segment and token class, position weights, ``max_prefix``, a
-threshold taken at collection): plain functions over the positions of one row, which ``reduction`` turns into coefficients and
-counts in the denominator. Data-dependent weights (threshold, surprisal gate, clip) need the current student: they are part
-of :class:`~verl_opsd.distill.loss.LossSpec`, act inside the head on detached values, and never enter a denominator, since
-a micro-batch does not know the global one.
+threshold taken at collection): plain functions over the positions of one row, which ``reduction`` turns into
+coefficients and counts in the denominator. Data-dependent weights (threshold, surprisal gate, clip) need the current
+student: they are part of :class:`~verl_opsd.distill.loss.LossSpec`, act inside the head on detached values, and never
+enter a denominator, since a micro-batch does not know the global one.
 
 The one choice between both is the threshold mask, named by where it is taken and what it is divided by:
 

@@ -1,0 +1,95 @@
+"""On an accelerator: the Triton kernels against the definitions, and the head in bf16 against fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parity import reference
+from verl_opsd.distill import dense
+from verl_opsd.distill.head import HeadTask, install_head
+from verl_opsd.distill.loss import LossSpec
+from verl_opsd.distill.signal import Signal
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("rows, vocab, apart", [(3, 7, 2.0), (5, 4096, 2.0), (4, 10001, 50.0), (16, 248320, 0.01)])
+def test_kernels_are_the_definition(rows: int, vocab: int, apart: float) -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    student = 3 * torch.randn(rows, vocab, device="cuda", generator=g)
+    teacher = student + apart * torch.randn(rows, vocab, device="cuda", generator=g)
+    coef = torch.rand(rows, device="cuda", generator=g)
+    assert dense.uses_triton(student)
+    norms = dense.norms(student, teacher)
+    kl, grad = dense.kl_and_grad(student, teacher, norms, coef, torch.float32)
+    leaf = student.double().requires_grad_()
+    p, q = reference.softmax(leaf), reference.softmax(teacher)
+    want = reference.kl(p, q)
+    (want_grad,) = torch.autograd.grad((coef.double() * want).sum(), leaf)
+    torch.testing.assert_close(kl.double(), want, rtol=1e-5, atol=1e-7)
+    assert (grad - want_grad).norm() < 1e-5 * want_grad.norm()
+    logp = reference.log_softmax(student)
+    torch.testing.assert_close(norms.entropy_C.double(), -(logp.exp() * logp).sum(-1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(norms.agree_C.bool(), student.argmax(-1) == teacher.argmax(-1))
+    only_kl, none = dense.kl_and_grad(student, teacher, norms, None, torch.float32)
+    assert torch.equal(only_kl, kl) and none is None
+
+
+def test_kernels_on_identical_masked_and_extreme_rows() -> None:
+    student = torch.randn(4, 5000, device="cuda")
+    student[1], student[2] = torch.nan, 1e4 * student[2].sign()
+    teacher = student.clone()
+    teacher[2] *= -1
+    coef = torch.tensor([1.0, 0.0, 1.0, 0.5], device="cuda")
+    kl, grad = dense.kl_and_grad(student, teacher, dense.norms(student, teacher), coef, torch.bfloat16)
+    assert kl[0] == 0 and kl[3] == 0 and (grad[[0, 1, 3]] == 0).all()
+    assert torch.isfinite(kl[2]) and torch.isfinite(grad[2]).all() and kl[2] > 1e4
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LossSpec(),
+        LossSpec(divergence="forward_kl"),
+        LossSpec(divergence="jsd", beta=0.5),
+        LossSpec(support="union_topk", top_k=20),
+        LossSpec(divergence="k2"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tied_teacher", [False, True])
+def test_head_in_bf16_is_the_head_in_fp32(spec: LossSpec, tied_teacher: bool) -> None:
+    g = torch.Generator("cuda").manual_seed(1)
+    n, hidden, vocab = 70, 256, 3001
+    weight = (torch.randn(vocab, hidden, device="cuda", generator=g) * 0.1).bfloat16()
+    x = torch.randn(1, 2 * n, hidden, device="cuda", generator=g).bfloat16()
+    teacher = (x[0, :n].float() + torch.randn(n, hidden, device="cuda", generator=g)).bfloat16()
+    teacher_weight = None if tied_teacher else weight.roll(1, 0)
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model, linear = torch.nn.Module(), torch.nn.Linear(hidden, vocab, bias=False, device="cuda", dtype=dtype)
+        model.get_output_embeddings = lambda linear=linear: linear
+        head = install_head(model)
+        head.weight.data.copy_(weight)
+        leaf = x.detach().to(dtype, copy=True).requires_grad_()
+        head.task = HeadTask(
+            kind="loss",
+            index_N=torch.arange(n, device="cuda"),
+            labels_N=torch.arange(n, device="cuda"),
+            teacher=Signal(hidden_NH=teacher.cpu(), head_id="student" if tied_teacher else "big"),
+            teacher_weight_VH=None if teacher_weight is None else teacher_weight.to(dtype),
+            coef_N=torch.full((n,), 1 / n),
+            anchor=Signal(hidden_NH=teacher.roll(1, 0), head_id="student"),
+            anchor_coef_N=torch.full((n,), 0.1 / n, device="cuda"),
+            loss=spec,
+            chunk=32,
+        )
+        loss = head(leaf)
+        loss.sum().backward()
+        results.append((loss.item(), leaf.grad.float(), head.weight.grad.float(), head.task.result.divergence_N))
+    (loss, gx, gw, div), (want, want_gx, want_gw, want_div) = results
+    # Logits and softmax are float32 in both; only the gradient of the logits is rounded to bf16.
+    assert loss == pytest.approx(want, rel=1e-3)
+    torch.testing.assert_close(div, want_div, rtol=2e-3, atol=1e-4)
+    assert (gx - want_gx).norm() < 1e-2 * want_gx.norm() and (gw - want_gw).norm() < 1e-2 * want_gw.norm()

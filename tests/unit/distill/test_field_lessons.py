@@ -1,0 +1,320 @@
+"""Faults that users of this field have hit, one test a kind; each name says what must hold."""
+
+from __future__ import annotations
+
+import math
+import weakref
+
+import pytest
+import torch
+from parity import reference
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distill.test_head import B, H, T, V, make, relative_error, run
+from verl_opsd.distill import divergence, support
+from verl_opsd.distill.head import HeadTask, LossPositionHead, install_head
+from verl_opsd.distill.loss import LossSpec
+from verl_opsd.distill.reduction import coefficients
+from verl_opsd.distill.signal import Signal
+from verl_opsd.distill.weights import SurprisalGate, Threshold
+from verl_opsd.errors import OpsdError
+
+ALL_PATHS = [
+    LossSpec(),
+    LossSpec(weights=(SurprisalGate(1.0, -2.0),)),
+    LossSpec(divergence="forward_kl"),
+    LossSpec(divergence="jsd", beta=0.5),
+    LossSpec(divergence="skewed_reverse_kl", skew=0.1),
+    LossSpec(divergence="skewed_forward_kl", skew=0.1),
+    LossSpec(support="student_topk", top_k=3),
+    LossSpec(support="teacher_topk", top_k=3),
+    LossSpec(divergence="forward_kl", support="union_topk", top_k=3),
+    LossSpec(divergence="k1"),
+    LossSpec(divergence="k2"),
+    LossSpec(divergence="k3"),
+]
+
+
+def cut(task: HeadTask, rows: torch.Tensor) -> HeadTask:
+    """The task at some of its positions."""
+
+    def signal(s: Signal) -> Signal:
+        return Signal(hidden_NH=s.hidden_NH[rows], head_id=s.head_id)
+
+    return HeadTask(
+        kind="loss",
+        index_N=task.index_N[rows],
+        labels_N=task.labels_N[rows],
+        teacher=signal(task.teacher),
+        teacher_weight_VH=task.teacher_weight_VH,
+        coef_N=task.coef_N[rows],
+        anchor=signal(task.anchor),
+        anchor_coef_N=task.anchor_coef_N[rows],
+        loss=task.loss,
+        chunk=task.chunk,
+    )
+
+
+def bare_head(hidden: int, vocab: int) -> LossPositionHead:
+    model, linear = torch.nn.Module(), torch.nn.Linear(hidden, vocab, bias=False)
+    model.get_output_embeddings = lambda: linear
+    return install_head(model)
+
+
+# Normalisation and reduction
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [LossSpec(), LossSpec(weights=(Threshold(1.0), SurprisalGate(1.0, -2.0))), LossSpec(divergence="jsd", beta=0.5)],
+    ids=["plain", "data-dependent weights", "jsd"],
+)
+@pytest.mark.parametrize("parts", [[8], [4, 4], [2, 2, 2, 2], [1] * 8, [5, 1, 2]])
+def test_loss_and_gradient_do_not_depend_on_micro_batches(spec: LossSpec, parts: list[int]) -> None:
+    head, x, task = make(seed=1, n=8, loss=spec)
+    whole = run(head, x, task)
+    loss, gx, gw, start = 0.0, torch.zeros_like(x), torch.zeros_like(head.weight), 0
+    for size in parts:
+        part = run(head, x, cut(task, torch.arange(start, start + size)))
+        loss, gx, gw, start = loss + part[0], gx + part[1], gw + part[2], start + size
+    assert loss == pytest.approx(whole[0], rel=1e-5)
+    assert relative_error(gx, whole[1].double()) < 1e-5 and relative_error(gw, whole[2].double()) < 1e-5
+
+
+def test_positions_outside_the_loss_have_exactly_zero_gradient() -> None:
+    head, x, task = make(seed=2)
+    _, gx, _ = run(head, x, task)
+    outside = torch.ones(B * T, dtype=torch.bool)
+    outside[task.index_N] = False
+    assert (gx.reshape(-1, H)[outside] == 0).all() and (gx.reshape(-1, H)[~outside] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("spec", ALL_PATHS, ids=str)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
+def test_masked_positions_have_exactly_zero_gradient_whatever_they_hold(spec: LossSpec, poison: float) -> None:
+    head, x, task = make(seed=3, loss=spec)
+    task.coef_N[2] = task.anchor_coef_N[2] = 0.0
+    clean_loss, clean_gx, clean_gw = run(head, x, task)
+    at = int(task.index_N[2])
+    with torch.no_grad():
+        x.view(-1, H)[at] = poison
+        task.teacher.hidden_NH[2] = -poison
+    loss, gx, gw = run(head, x, task)
+    assert loss == clean_loss and torch.equal(gx, clean_gx) and torch.equal(gw, clean_gw)
+    assert (gx.view(-1, H)[at] == 0).all()
+
+
+def test_loss_is_the_sum_over_positions_divided_once_by_hand() -> None:
+    # Identity head, 2 tokens, uniform teacher: logits (ln 3, 0) and (0, 0) give p = (3/4, 1/4) and (1/2, 1/2).
+    head = bare_head(2, 2)
+    torch.nn.init.eye_(head.weight)
+    x = torch.tensor([[[math.log(3.0), 0.0], [0.0, 0.0]]])
+    coef = coefficients("token", [torch.tensor([0, 0])], ["b"], ["e"], [torch.ones(2)])
+    head.task = HeadTask(
+        kind="loss",
+        index_N=torch.tensor([0, 1]),
+        teacher=Signal(hidden_NH=torch.zeros(2, 2), head_id="student"),
+        coef_N=coef[0],
+    )
+    by_hand = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    assert head(x).item() == pytest.approx(by_hand / 2, rel=1e-6)
+
+
+# Alignment, shift, masks
+
+
+@pytest.mark.parametrize("spec", ALL_PATHS, ids=str)
+def test_identity_teacher_is_zero_on_every_path_and_a_shift_by_one_is_not(spec: LossSpec) -> None:
+    head, x, task = make(seed=4, n=8, loss=spec, anchor=None, anchor_coef_N=None, teacher_weight_VH=None)
+    flat = x.detach().reshape(-1, H)
+    task.index_N = torch.arange(8)
+    task.coef_N = torch.ones(8)
+    task.teacher = Signal(hidden_NH=flat[task.index_N], head_id="student")
+    loss, gx, _ = run(head, x, task)
+    assert abs(loss) <= 8e-7 and task.result.divergence_N.abs().max() <= 1e-7
+    if spec.divergence != "k1":  # the gradient of k1 is not that of a divergence
+        assert gx.abs().max() <= 1e-6
+    for shift in (-1, 1):
+        task.teacher = Signal(hidden_NH=flat.roll(shift, 0)[task.index_N], head_id="student")
+        run(head, x, task)
+        assert task.result.divergence_N.abs().mean() > 0.05
+
+
+def test_left_right_and_no_padding_give_the_same_values() -> None:
+    head, x, task = make(seed=5, n=6)
+    seq = x.detach()[0]
+    task.index_N = torch.tensor([1, 2, 3, 5, 6, 7])
+    run(head, x.detach().requires_grad_(), task)
+    want = task.result.divergence_N
+    pad = torch.randn(4, H)
+    for padded, offset in ((torch.cat([pad, seq]), 4), (torch.cat([seq, pad]), 0), (seq, 0)):
+        task.index_N = torch.tensor([1, 2, 3, 5, 6, 7]) + offset
+        run(head, padded[None].clone().requires_grad_(), task)
+        torch.testing.assert_close(task.result.divergence_N, want, rtol=1e-6, atol=1e-7)
+
+
+def test_packed_and_padded_batches_give_the_same_loss() -> None:
+    head, x, task = make(seed=6)
+    loss, gx, _ = run(head, x, task)
+    packed = x.detach().reshape(1, B * T, H).requires_grad_()
+    again, gp, _ = run(head, packed, task)
+    assert again == loss and torch.equal(gp.reshape(B, T, H), gx)
+
+
+def test_log_probs_are_those_of_the_full_logits() -> None:
+    head, x, task = make(seed=7)
+    run(head, x, task)
+    full = torch.log_softmax(head(x), -1).reshape(-1, V)[task.index_N].gather(-1, task.labels_N[:, None])[:, 0]
+    torch.testing.assert_close(task.result.student_logprob_N, full, rtol=1e-5, atol=1e-6)
+
+
+def test_a_support_signal_of_another_shape_is_refused() -> None:
+    with pytest.raises(OpsdError, match="N x K"):
+        Signal(ids_NK=torch.zeros(3, 4, dtype=torch.int64), logprobs_NK=torch.zeros(3, 3), tail_N=torch.zeros(3))
+
+
+# Estimators, top-k
+
+
+def test_forward_kl_on_a_support_where_the_student_has_more_mass_than_the_teacher() -> None:
+    """Three tokens, support {0}: the truncated sum q_0 log(q_0 / p_0) is negative; clamped, it has no gradient."""
+    student = torch.tensor([[0.8, 0.1, 0.1]]).log().requires_grad_()
+    q = torch.tensor([[0.6, 0.3, 0.1]])
+    ids = torch.tensor([[0]])
+    value = divergence.forward_kl(support.with_tail(student.log_softmax(-1), ids), support.with_tail(q.log(), ids))
+    assert 0.6 * math.log(0.6 / 0.8) < 0
+    assert value.item() == pytest.approx(0.6 * math.log(0.6 / 0.8) + 0.4 * math.log(0.4 / 0.2), rel=1e-5)
+    (grad,) = torch.autograd.grad(value.sum(), student)
+    # d/dz of KL(q || p) over (token 0, rest): p - q, the rest shared in proportion to the student's 0.1 : 0.1
+    torch.testing.assert_close(grad, torch.tensor([[0.2, -0.1, -0.1]]), rtol=1e-5, atol=1e-6)
+
+
+def optimise_toy(loss_of, side: str) -> tuple[float, float]:
+    """Mass of student and teacher on the support, after 300 steps on the logits of one position."""
+    g = torch.Generator().manual_seed(0)
+    z = (2 * torch.randn(1, 40, generator=g)).requires_grad_()
+    logq = (2 * torch.randn(1, 40, generator=g)).log_softmax(-1)
+    optimizer = torch.optim.Adam([z], lr=0.05)
+    for _ in range(300):
+        logp = z.log_softmax(-1)
+        token = torch.multinomial(logp.detach().exp(), 1, generator=g)[:, 0]
+        ids = support.support_ids(side, logp, logq, token, 5)
+        optimizer.zero_grad()
+        loss_of(support.with_tail(logp, ids), support.with_tail(logq, ids)).sum().backward()
+        optimizer.step()
+    p_out, q_out = support.with_tail(z.detach().log_softmax(-1), ids), support.with_tail(logq, ids)
+    return support.coverage(p_out).item(), support.coverage(q_out).item()
+
+
+@pytest.mark.parametrize("name", ["reverse_kl", "forward_kl"])
+@pytest.mark.parametrize("side", ["student_topk", "teacher_topk", "union_topk"])
+def test_optimising_under_a_support_does_not_leak_mass_into_the_tail(name: str, side: str) -> None:
+    student, teacher = optimise_toy(getattr(divergence, name), side)
+    assert student == pytest.approx(teacher, abs=0.03)
+
+
+def test_without_the_tail_bucket_mass_does_leak() -> None:
+    """The control: the same optimisation with the reverse KL's sum over the support alone."""
+    student, teacher = optimise_toy(lambda p, q: (p.exp() * (p - q))[:, :-1].nan_to_num().sum(-1), "teacher_topk")
+    assert student < teacher - 0.2
+
+
+def test_top_k_goes_to_the_full_divergence_through_the_head() -> None:
+    head, x, task = make(seed=8)
+    task.anchor = task.anchor_coef_N = None
+    full = run(head, x, task)
+    for side in ("student_topk", "teacher_topk", "union_topk"):
+        task.loss = LossSpec(support=side, top_k=V)
+        loss, gx, _ = run(head, x, task)
+        assert loss == pytest.approx(full[0], rel=1e-5) and relative_error(gx, full[1].double()) < 1e-5
+
+
+def test_coverage_tells_both_sides() -> None:
+    head, x, task = make(seed=9, loss=LossSpec(support="teacher_topk", top_k=4), anchor=None, anchor_coef_N=None)
+    run(head, x, task)
+    p = reference.softmax(x.detach().double().reshape(-1, H)[task.index_N] @ head.weight.detach().double().T)
+    q = reference.softmax(task.teacher.hidden_NH.double() @ task.teacher_weight_VH.double().T)
+    for i in range(7):
+        ids = reference.support_of("teacher_topk", p[i], q[i], int(task.labels_N[i]), 4)
+        assert task.result.coverage_student_N[i].item() == pytest.approx(float(p[i][ids].sum()), rel=1e-5)
+        assert task.result.coverage_teacher_N[i].item() == pytest.approx(float(q[i][ids].sum()), rel=1e-5)
+
+
+def test_the_default_is_analytic_and_has_less_variance_than_a_sampled_token() -> None:
+    assert LossSpec() == LossSpec(divergence="reverse_kl", support="full")
+    g = torch.Generator().manual_seed(0)
+    student = torch.randn(50, generator=g, dtype=torch.float64).requires_grad_()
+    logq = torch.randn(50, generator=g, dtype=torch.float64).log_softmax(-1)
+    logp = student.log_softmax(-1)
+    (exact,) = torch.autograd.grad(divergence.reverse_kl(logp, logq), student, retain_graph=True)
+    tokens = torch.multinomial(logp.detach().exp(), 400, replacement=True, generator=g)
+    samples = torch.stack(
+        [torch.autograd.grad(divergence.k2(logp[t], logq[t]), student, retain_graph=True)[0] for t in tokens]
+    )
+    noise = (samples - exact).norm(dim=-1).mean()
+    assert noise > 1.0 * exact.norm()  # one sampled token is mostly noise; the analytic gradient has none
+    assert (samples.mean(0) - exact).norm() < 0.35 * noise
+
+
+# Memory
+
+
+class Saved:
+    """A tensor that autograd keeps, in a box that dies with the graph that keeps it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, torch.Tensor):
+                self.numel = max(self.numel, value.numel())
+        return out
+
+
+@pytest.mark.parametrize("spec", ALL_PATHS, ids=str)
+def test_no_tensor_of_positions_times_vocabulary_exists_and_none_is_kept(spec: LossSpec) -> None:
+    vocab, hidden, n, chunk = 4096, 4, 256, 4
+    head = bare_head(hidden, vocab)
+    head.weight.requires_grad_(False)
+    x = torch.randn(1, n, hidden, requires_grad=True)
+    head.task = HeadTask(
+        kind="loss",
+        index_N=torch.arange(n),
+        labels_N=torch.randint(vocab, (n,)),
+        teacher=Signal(hidden_NH=torch.randn(n, hidden), head_id="student"),
+        coef_N=torch.full((n,), 1 / n),
+        loss=spec,
+        chunk=chunk,
+    )
+    saved: weakref.WeakSet[Saved] = weakref.WeakSet()
+
+    def pack(tensor: torch.Tensor) -> Saved:
+        box = Saved(tensor)
+        saved.add(box)
+        return box
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor), LargestTensor() as largest:
+        loss = head(x)
+    assert largest.numel <= chunk * (vocab + 1) < n * vocab / 60
+    assert saved and max(box.tensor.numel() for box in saved) <= n * hidden
+    loss.sum().backward()
+
+
+def test_teacher_memory_does_not_grow_with_micro_batches() -> None:
+    """What outlives a forward is hidden states and per-token values: nothing of the vocabulary's size."""
+    head, x, task = make(seed=10)
+    head.task = task
+    head.weight.requires_grad_(False)
+    head(x)
+    held = [v for v in task.__dict__.values() if isinstance(v, torch.Tensor)] + list(task.result.__dict__.values())
+    assert all(v.numel() <= 7 for v in held if v is not task.teacher_weight_VH)
