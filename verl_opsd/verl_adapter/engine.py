@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -111,8 +110,8 @@ class OpsdEngine(FSDPEngineWithLMHead):
         self.head: LossPositionHead = install_head(module)
         return module
 
-    def _build_lora_module(self, module: nn.Module) -> nn.Module:
-        adapted: PeftModel = super()._build_lora_module(module)
+    def _build_lora_module(self, module: nn.Module) -> Any:
+        adapted: Any = super()._build_lora_module(module)
         if not isinstance(adapted.get_base_model().get_output_embeddings(), LossPositionHead):
             raise OpsdError(
                 f"an adapter on the output embeddings (target_modules={self.model_config.target_modules})",
@@ -191,8 +190,7 @@ class OpsdEngine(FSDPEngineWithLMHead):
 
     def head_weight(self) -> Tensor:
         """[V, H] the whole vocabulary weight, gathered on every rank."""
-        weight = self.head.weight.detach()
-        weight = weight.to(get_device_id())
+        weight = self.head.weight.detach().to(get_device_id())
         return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
     @contextmanager
@@ -226,6 +224,7 @@ class OpsdEngine(FSDPEngineWithLMHead):
             with torch.no_grad(), weights:
                 yield
         finally:
+            self._reshard()
             for m, training in flags:
                 m.training = training
 

@@ -64,7 +64,9 @@ class OpsdTrainingWorker(TrainingWorker):
         return super().train_mini_batch(data)
 
     def _score(self, data: TensorDict, loss: OpsdLoss) -> None:
-        wanted: dict[str, Literal["view", "own"]] = {"opsd_signal": "view"} | ({"opsd_base": "own"} if loss.anchor else {})
+        wanted: dict[str, Literal["view", "own"]] = {"opsd_signal": "view"}
+        if loss.anchor:
+            wanted["opsd_base"] = "own"
         for name, source in wanted.items():
             given = torch.tensor(int(name in data), device=get_device_id())
             dist.all_reduce(given, op=dist.ReduceOp.SUM)
