@@ -145,7 +145,7 @@ def control(
         adapters: student side: ``off``: the reference weights; ``on``: the trained weights.
 
     Returns:
-        One field for each of ``engine.TOKEN_VALUES``, ``opsd_<name>``, float32 jagged by row, on the CPU.
+        One field for each of ``engine.TOKEN_VALUES``, ``value_<name>`` (never a row field: verl writes outputs back into the queue), float32 jagged by row, on the CPU.
     """
     data = data.clone(recurse=False)
     data["opsd_signal"] = jagged(engine.score(data, loss, teacher, shift))

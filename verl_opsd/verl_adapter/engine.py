@@ -406,7 +406,7 @@ class OpsdEngine(FSDPEngineWithLMHead):
         metrics = {f"opsd/{k}": v.tolist() for k, v in values.items()}
         metrics |= {f"opsd/{k}": flat(batch, f"opsd_{k}").tolist() for k in ROW_VALUES}
         metrics["opsd/step"] = [self.optimizer_steps] * sum(counts)
-        output = {"opsd_" + k: jagged(v.split(counts)) for k, v in values.items()} if forward_only else {}
+        output = {"value_" + k: jagged(v.split(counts)) for k, v in values.items()} if forward_only else {}
         return loss, {"model_output": output, "loss": loss.detach().item(), "metrics": metrics}
 
     def optimizer_step(self) -> float:

@@ -36,10 +36,10 @@ def _control(trainer: Any, batch: KVBatchMeta, teacher: str, shift: int, adapter
     }
     out = trainer.actor_rollout_wg.opsd_control(batch)
     if isinstance(out, KVBatchMeta):
-        out = tq.kv_batch_get(keys=out.keys, partition_id=out.partition_id, select_fields=["opsd_divergence"])
+        out = tq.kv_batch_get(keys=out.keys, partition_id=out.partition_id, select_fields=["value_divergence"])
     for key in ("teacher", "shift", "adapters"):
         batch.extra_info.pop(f"opsd_control_{key}")
-    return torch.cat(list(out["opsd_divergence"].unbind())).float().numpy()
+    return torch.cat(list(out["value_divergence"].unbind())).float().numpy()
 
 
 def identity_control(trainer: Any, batch: KVBatchMeta) -> None:

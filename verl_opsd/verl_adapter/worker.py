@@ -152,7 +152,7 @@ class OpsdWorker(ActorRolloutRefWorker):
                 moved, 0 or a negative control; ``opsd_control_adapters``: ``off`` or ``on``, the student's side.
 
         Returns:
-            float32 jagged fields ``opsd_divergence`` (nats), ``opsd_agree``, ... (``engine.TOKEN_VALUES``), one entry for each
+            float32 jagged fields ``value_divergence`` (nats), ``value_agree``, ... (``engine.TOKEN_VALUES``), one entry for each
             loss position of each row, rows in the order of ``data``.
         """
         return self.actor.control(data)

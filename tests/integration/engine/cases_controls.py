@@ -44,13 +44,13 @@ def case_control() -> dict:
         run = lambda **k: checks.control(engine, batch(mine(rows), **settings), loss, **k)  # noqa: E731, B023
         identity, shifted, view = run(teacher="own"), run(teacher="own", shift=1), run(teacher="view", adapters="on")
         trained = one_step(engine, batch(mine(rows), **settings), loss)["divergence"]
-        mean = [float(x) for part in gathered(torch.cat(list(view["opsd_divergence"].unbind())).tolist()) for x in part]
-        lengths = [len(r) for r in identity["opsd_divergence"].unbind()]
+        mean = [float(x) for part in gathered(torch.cat(list(view["value_divergence"].unbind())).tolist()) for x in part]
+        lengths = [len(r) for r in identity["value_divergence"].unbind()]
         got, want = torch.tensor(mean).sort().values, torch.tensor(trained).sort().values
         out[name] = {
-            "identity": means(identity["opsd_divergence"]),
-            "shifted": means(shifted["opsd_divergence"]),
-            "agree": means(identity["opsd_agree"]),
+            "identity": means(identity["value_divergence"]),
+            "shifted": means(shifted["value_divergence"]),
+            "agree": means(identity["value_agree"]),
             "rows": lengths == [len(r["opsd_position"]) for r in mine(rows)],
             "view_is_training": float((got - want).abs().max()),
             "grads": len(grads_of(engine)),

@@ -106,8 +106,8 @@ def case_remote() -> dict:
         "engine": type(worker.actor.engine).__name__,
         "passed": all(c["passed"] for c in found),
         "stats": worker.opsd_adapter_stats(),
-        "identity": means(worker.opsd_control(identity)["opsd_divergence"]),
-        "shifted": means(worker.opsd_control(shifted)["opsd_divergence"]),
+        "identity": means(worker.opsd_control(identity)["value_divergence"]),
+        "shifted": means(worker.opsd_control(shifted)["value_divergence"]),
         "unnamed": refusal(lambda: worker.opsd_control(data)),
         "logprobs": gathered([list(a.shape) for a in worker.opsd_logprobs([[5, 6, 7]], [[0, 2]])]),
     }
