@@ -6,10 +6,13 @@ import dataclasses
 import types
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from verl_opsd.contract import EvalContract
 from verl_opsd.errors import OpsdError
+
+if TYPE_CHECKING:
+    from verl_opsd.distill.loss import LossSpec
 
 
 @dataclass(frozen=True)
@@ -60,16 +63,77 @@ class TeacherConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The objective. ``anchor`` is the weight of the divergence to the student's own base; 0 turns it off."""
+    """The objective; the formulas are in ``verl_opsd.distill``.
 
-    divergence: Literal["reverse_kl", "forward_kl", "jsd", "skewed_kl"] = "reverse_kl"
+    Attributes:
+        divergence: reverse_kl, forward_kl, jsd (``beta``), skewed_reverse_kl, skewed_forward_kl (``skew``).
+        support: ``full``, or ``student_topk``, ``teacher_topk``, ``union_topk`` with ``top_k`` tokens a side and one tail bucket.
+        reduction: token, turn, branch or episode mean over the rows of one optimizer step.
+        anchor: weight of the same divergence to the student's own base; 0 turns it off.
+        threshold: keep positions whose detached divergence is above this many nats; enters no denominator.
+        gate: surprisal gate sigmoid(kappa * (log pS - gamma)); enters no denominator.
+        clip: largest absolute weight of a position's pull; see ``distill.weights.Clip``.
+        class_weights: weight of each token class; enters the denominator. Null weighs all classes 1.
+        max_prefix: only turns whose prefix is shorter than this many tokens carry loss.
+        turn_kinds: kinds of turns that carry loss.
+        chunk: loss positions per chunk of the vocabulary head.
+        epochs: passes over the rows of a round.
+        episodes_per_update: episodes of one optimizer step; null takes all of the round.
+    """
+
+    divergence: Literal["reverse_kl", "forward_kl", "jsd", "skewed_reverse_kl", "skewed_forward_kl"] = "reverse_kl"
     beta: float | None = None
+    skew: float | None = None
+    support: Literal["full", "student_topk", "teacher_topk", "union_topk"] = "full"
+    top_k: int | None = None
     reduction: Literal["token", "turn", "branch", "episode"] = "token"
     anchor: float = 0.0
-    turn_kinds: tuple[str, ...] = ("policy", "malformed")
-    chunk: int = 1024
+    threshold: float | None = None
+    gate: GateConfig | None = None
+    clip: float | None = None
+    class_weights: ClassWeights | None = None
+    max_prefix: int | None = None
+    turn_kinds: tuple[Literal["policy", "malformed"], ...] = ("policy", "malformed")
+    chunk: int = 256
     epochs: int = 1
     episodes_per_update: int | None = None
+
+    def spec(self) -> LossSpec:
+        """The library's loss of this configuration.
+
+        Raises:
+            OpsdError: parameters that are missing, out of range or would be ignored.
+        """
+        from verl_opsd.distill.loss import LossSpec
+        from verl_opsd.distill.weights import Clip, SurprisalGate, Threshold, Weight
+
+        weights: list[Weight] = []
+        if self.threshold is not None:
+            weights.append(Threshold(self.threshold))
+        if self.gate is not None:
+            weights.append(SurprisalGate(self.gate.kappa, self.gate.gamma))
+        if self.clip is not None:
+            weights.append(Clip(self.clip))
+        return LossSpec(self.divergence, self.beta, self.skew, self.support, self.top_k, tuple(weights))
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """Surprisal gate: weight sigmoid(kappa * (log p_student(token) - gamma))."""
+
+    kappa: float
+    gamma: float
+
+
+@dataclass(frozen=True)
+class ClassWeights:
+    """Weight of each class of policy tokens; 0 takes a class out of the loss and its denominator."""
+
+    think: float = 1.0
+    message: float = 1.0
+    command: float = 1.0
+    code: float = 1.0
+    other: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -190,12 +254,7 @@ def _contradictions(c: OpsdConfig) -> None:
             "the sandbox is part of the evaluation contract",
             "set both to the same backend",
         )
-    if (c.loss.beta is not None) != (c.loss.divergence in ("jsd", "skewed_kl")):
-        refuse(
-            f"opsd.loss.divergence={c.loss.divergence} with opsd.loss.beta={c.loss.beta}",
-            "beta belongs to jsd and skewed_kl, and they need it",
-            "set or remove opsd.loss.beta",
-        )
+    c.loss.spec()
     if c.loss.anchor < 0 or c.loss.epochs < 1 or c.loss.chunk < 1 or (c.loss.episodes_per_update or 1) < 1:
         refuse(
             f"opsd.loss anchor={c.loss.anchor} epochs={c.loss.epochs} chunk={c.loss.chunk} "

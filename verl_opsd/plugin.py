@@ -43,7 +43,9 @@ def register_resolvers() -> None:
 
     OmegaConf.register_new_resolver("opsd_scale", _scale_from_hardware, replace=True)
     OmegaConf.register_new_resolver("opsd_student", _student_path, replace=True)
-    OmegaConf.register_new_resolver("opsd_slots", lambda n, kind, teacher: n + (teacher if kind == "device" else 0), replace=True)
+    OmegaConf.register_new_resolver(
+        "opsd_slots", lambda n, kind, teacher: n + (teacher if kind == "device" else 0), replace=True
+    )
     OmegaConf.register_new_resolver("opsd_ray_tmp", lambda: f"/tmp/opsd-ray-{uuid.uuid4().hex[:8]}", replace=True)
 
 

@@ -1,12 +1,12 @@
 """The run directory: what ran, what was decided, what came out. Every file is written under a temporary name and renamed.
 
-    meta.json            versions, devices, command, resolved config
-    contract.json        the frozen evaluation contract of this run
-    evidence.jsonl       append-only: every gate with its threshold, value and verdict
-    episodes/            turns, episodes and grades (Parquet)
-    stages/              one manifest a stage, with its seconds and the hashes of its inputs and outputs
-    checkpoints/         verl's checkpoints and the exported adapter
-    report.json          the table at the end
+meta.json            versions, devices, command, resolved config
+contract.json        the frozen evaluation contract of this run
+evidence.jsonl       append-only: every gate with its threshold, value and verdict
+episodes/            turns, episodes and grades (Parquet)
+stages/              one manifest a stage, with its seconds and the hashes of its inputs and outputs
+checkpoints/         verl's checkpoints and the exported adapter
+report.json          the table at the end
 """
 
 from __future__ import annotations

@@ -100,9 +100,7 @@ class PairAgent(DefaultAgent):
         peers = [a for a in self.comm.agents if a != self.agent_id]
         recipient = action.get("recipient", "")
         if recipient not in peers:
-            output = (
-                f"send_message: there is no colleague {recipient!r}, so nothing was sent. Write to: {', '.join(peers)}"
-            )
+            output = f"send_message: there is no colleague {recipient!r}, so nothing was sent. Write to: {', '.join(peers)}"
             return {"output": output, "returncode": 1, "exception_info": ""}
         return super()._handle_send_message(action)
 

@@ -85,9 +85,7 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def run_command(
-    argv: Sequence[str], *, way_out: str, env: dict[str, str] | None = None, cwd: Path | None = None
-) -> str:
+def run_command(argv: Sequence[str], *, way_out: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
     """Runs a trusted command of ours on the host and returns its output.
 
     Raises:
@@ -213,9 +211,7 @@ def _unpack_sdist(file: Path, target: Path) -> None:
                 tar.extractall(folder, filter="data")
         tops = list(Path(folder).iterdir())
         if len(tops) != 1:
-            raise OpsdError(
-                f"{file}: {len(tops)} top folders", "a source release has exactly one", "use another source"
-            )
+            raise OpsdError(f"{file}: {len(tops)} top folders", "a source release has exactly one", "use another source")
         tops[0].rename(target)
 
 
@@ -231,9 +227,7 @@ def extract_wheel_files(files: WheelFiles, folder: Path, downloads: Path) -> Non
     with zipfile.ZipFile(wheel) as archive:
         members = sorted(name for name in archive.namelist() if fnmatch.fnmatchcase(name, files.members))
         if not members:
-            raise OpsdError(
-                f"{wheel}: no file matches {files.members}", "a recipe names existing files", "correct the recipe"
-            )
+            raise OpsdError(f"{wheel}: no file matches {files.members}", "a recipe names existing files", "correct the recipe")
         for member in members:
             (folder / Path(member).name).write_bytes(archive.read(member))
 

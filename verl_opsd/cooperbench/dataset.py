@@ -44,9 +44,7 @@ def discover(dataset_dir: Path) -> list[Task]:
     """
     tasks = []
     for task_dir in Path(dataset_dir).glob("*/task*"):
-        features = sorted(
-            int(p.name.removeprefix("feature")) for p in task_dir.glob("feature*") if _has_number(p, "feature")
-        )
+        features = sorted(int(p.name.removeprefix("feature")) for p in task_dir.glob("feature*") if _has_number(p, "feature"))
         if _has_number(task_dir, "task") and features:
             task_id = int(task_dir.name.removeprefix("task"))
             tasks.append(Task(Path(dataset_dir), task_dir.parent.name, task_id, tuple(features)))
@@ -118,9 +116,7 @@ def load_subset(name_or_path: str | Path, dataset_dir: Path = POCKET_DIR, *, spl
     keys = [pair.key for pair in pairs]
     if len(set(keys)) != len(keys):
         twice = sorted({key for key in keys if keys.count(key) > 1})
-        raise OpsdError(
-            f"subset {path}: {', '.join(twice)} twice", "a pair stands once in a subset", "drop the repetition"
-        )
+        raise OpsdError(f"subset {path}: {', '.join(twice)} twice", "a pair stands once in a subset", "drop the repetition")
     return pairs
 
 

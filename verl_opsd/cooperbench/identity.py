@@ -132,13 +132,9 @@ def harness_identity() -> dict[str, str]:
 
     tree = hashlib.sha256()
     for path in sorted(p for p in package.rglob("*") if p.suffix in (".py", ".yaml", ".sh") and p.is_file()):
-        tree.update(
-            f"{path.relative_to(package).as_posix()}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
-        )
+        tree.update(f"{path.relative_to(package).as_posix()}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     config = coop_config()
-    templates = {
-        block: {k: v for k, v in config[block].items() if k.endswith("_template")} for block in ("agent", "model")
-    }
+    templates = {block: {k: v for k, v in config[block].items() if k.endswith("_template")} for block in ("agent", "model")}
     return {
         "name": "cooperbench",
         "version": cooperbench.__version__,

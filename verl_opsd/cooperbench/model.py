@@ -48,9 +48,7 @@ class GatewayModel(LitellmModel):
         templates: the ``model`` block of the harness' configuration.
     """
 
-    def __init__(
-        self, session: ChatSession, *, loop: asyncio.AbstractEventLoop, guard: RunGuard, templates: Mapping[str, Any]
-    ):
+    def __init__(self, session: ChatSession, *, loop: asyncio.AbstractEventLoop, guard: RunGuard, templates: Mapping[str, Any]):
         super().__init__(model_name="gateway", **templates)
         self._session, self._loop, self._guard = session, loop, guard
 

@@ -90,9 +90,7 @@ def load_prepared(cache_dir: Path, repo: str, task_id: int) -> PreparedTask:
     data = json.loads((folder / "prepared.json").read_text())
     python_prefix = Path(data["python_prefix"])
     if not (python_prefix / "complete").is_file():
-        raise OpsdError(
-            f"{python_prefix} is gone", f"{folder} needs this environment", f"delete {folder}, then {way_out}"
-        )
+        raise OpsdError(f"{python_prefix} is gone", f"{folder} needs this environment", f"delete {folder}, then {way_out}")
     binds = [(folder / "files" / name, inside) for name, inside in data["ro_files"]]
     return PreparedTask(
         repo=repo,
@@ -110,9 +108,7 @@ def load_prepared(cache_dir: Path, repo: str, task_id: int) -> PreparedTask:
 def _name_of(task_dir: Path) -> tuple[str, int]:
     number = task_dir.name.removeprefix("task")
     if not task_dir.is_dir() or not number.isdecimal():
-        raise OpsdError(
-            f"{task_dir} is no task folder", "a task is <dataset>/<repo>/task<N>", "check the dataset directory"
-        )
+        raise OpsdError(f"{task_dir} is no task folder", "a task is <dataset>/<repo>/task<N>", "check the dataset directory")
     return task_dir.parent.name, int(number)
 
 
@@ -149,9 +145,7 @@ def _runner_text(task_dir: Path, recipe: Recipe) -> str:
         return render_runner(recipe.test_command)
     path = task_dir / "runner.sh"
     if not path.is_file():
-        raise OpsdError(
-            f"{task_dir}: no runner.sh and no recipe", "a task says how its tests run", "add one of the two"
-        )
+        raise OpsdError(f"{task_dir}: no runner.sh and no recipe", "a task says how its tests run", "add one of the two")
     text = path.read_text()
     if "pip install" in text or "uv " in text:
         raise OpsdError(
@@ -214,9 +208,7 @@ def ensure_environment(requirements: tuple[str, ...], cache_dir: Path) -> Path:
         if not (prefix / "complete").is_file():
             if prefix.exists():
                 shutil.rmtree(prefix)
-            run_command(
-                [sys.executable, "-m", "venv", "--without-pip", str(prefix)], way_out="install Python's venv module"
-            )
+            run_command([sys.executable, "-m", "venv", "--without-pip", str(prefix)], way_out="install Python's venv module")
             python = str(prefix / "bin" / "python")
             pip("--python", python, "install", *requirements)
             (prefix / "freeze.txt").write_text(pip("--python", python, "freeze"))
@@ -235,9 +227,7 @@ def own_packages(tree: Path) -> list[str]:
 def _assert_not_importable(packages: list[str], python_prefix: Path) -> None:
     """Refuses an environment that holds one of ``packages``: tests would run on another release's code."""
     if not packages:
-        raise OpsdError(
-            f"base tree for {python_prefix}: no package found", "a base tree has a package", "check the source"
-        )
+        raise OpsdError(f"base tree for {python_prefix}: no package found", "a base tree has a package", "check the source")
     code = "import sys, importlib.util as u; print([p for p in sys.argv[1:] if u.find_spec(p)])"
     python = str(python_prefix / "bin" / "python")
     found = run_command([python, "-I", "-c", code, *packages], way_out="rebuild the environment").strip()

@@ -52,9 +52,7 @@ def qualify(
     measured = {}
     for feature_id in wanted:
         started = time.monotonic()
-        gold_patch = (
-            (task_dir / f"feature{feature_id}" / "feature.patch").read_bytes().decode("utf-8", "surrogateescape")
-        )
+        gold_patch = (task_dir / f"feature{feature_id}" / "feature.patch").read_bytes().decode("utf-8", "surrogateescape")
         gold = grade(feature_id, gold_patch)
         base = grade(feature_id, None)
         measured[feature_id] = FeatureRow(
@@ -118,9 +116,7 @@ def gold_merge(pair: PairTask, prepared: PreparedTask) -> Literal["clean", "conf
             git("apply", "--index", "--3way", str(patch.absolute()), cwd=repo)
             git("commit", "-q", "-m", "Gold patch", cwd=repo)
         branches = [f"feature{feature_id}" for feature_id in pair.features]
-        merge = subprocess.run(
-            ["git", "merge-tree", "--write-tree", *branches], cwd=repo, capture_output=True, text=True
-        )
+        merge = subprocess.run(["git", "merge-tree", "--write-tree", *branches], cwd=repo, capture_output=True, text=True)
     if merge.returncode not in (0, 1):
         raise OpsdError(f"git merge-tree: {merge.stderr}", "git >= 2.38 merges without a work tree", "update git")
     return "conflicts" if merge.returncode else "clean"

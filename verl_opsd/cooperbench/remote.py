@@ -87,9 +87,7 @@ class PairRemote:
                 f"&& git -C {path} config gc.auto 0 && git -C {path} config receive.autogc false",
             )
         for agent in repositories:
-            self._run(
-                f"/workspace/{agent}", f"git remote remove origin 2>/dev/null; git remote add origin {self.url(agent)}"
-            )
+            self._run(f"/workspace/{agent}", f"git remote remove origin 2>/dev/null; git remote add origin {self.url(agent)}")
 
     def url(self, agent_id: str) -> str:
         """Remote URL for an agent, a path inside its sandbox."""

@@ -204,9 +204,7 @@ def _effective(out: ChunkOutput, value_C: Tensor, coef_C: Tensor, weights: tuple
     return torch.where(coef_C == 0, 0.0, coef_C * out.weight_C)
 
 
-def _support(
-    chunk: ChunkInput, spec: LossSpec, signal: Signal, logp_CV: Tensor, logq_CV: Tensor | None
-) -> Tensor | None:
+def _support(chunk: ChunkInput, spec: LossSpec, signal: Signal, logp_CV: Tensor, logq_CV: Tensor | None) -> Tensor | None:
     """Ids of the support, or None for the full vocabulary."""
     if spec.support == "full":
         return None
@@ -249,9 +247,7 @@ def _sampled(
     return torch.full_like(coef_C, torch.nan).masked_scatter(keep_C, value_C)
 
 
-def _describe_teacher(
-    out: ChunkOutput, chunk: ChunkInput, signal: Signal, logp_CV: Tensor, logq_CV: Tensor | None
-) -> None:
+def _describe_teacher(out: ChunkOutput, chunk: ChunkInput, signal: Signal, logp_CV: Tensor, logq_CV: Tensor | None) -> None:
     """Fills agreement and the teacher's log-probability of the sampled token, where the signal tells them."""
     if logq_CV is not None:
         out.agree_C = (logp_CV.argmax(-1) == logq_CV.argmax(-1)).to(chunk.dtype)

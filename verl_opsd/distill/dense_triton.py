@@ -40,9 +40,7 @@ def _norms_kernel(student, teacher, student_norm, teacher_norm, mean_d, entropy,
         s_scale = tl.where(s_max == s_new, 1.0, tl.exp(s_max - s_new))
         t_scale = tl.where(t_max == t_new, 1.0, tl.exp(t_max - t_new))
         e = tl.where(inside, tl.exp(s - s_new), 0.0)
-        first = tl.where(
-            inside, (first + s_sum * tl.where(s_sum > 0, s_max - s_new, 0.0)) * s_scale + e * (s - s_new), first
-        )
+        first = tl.where(inside, (first + s_sum * tl.where(s_sum > 0, s_max - s_new, 0.0)) * s_scale + e * (s - s_new), first)
         diff = tl.where(inside, diff * s_scale + e * (s - t), diff)
         s_sum = s_sum * s_scale + e
         t_sum = t_sum * t_scale + tl.where(inside, tl.exp(t - t_new), 0.0)

@@ -80,9 +80,7 @@ def jsd(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
         OpsdError: beta outside (0, 1).
     """
     if not 0 < beta < 1:
-        raise OpsdError(
-            f"beta={beta}", "generalised JSD needs 0 < beta < 1", "name the limit: forward_kl or reverse_kl"
-        )
+        raise OpsdError(f"beta={beta}", "generalised JSD needs 0 < beta < 1", "name the limit: forward_kl or reverse_kl")
     logm = _log_mixture(logq, logp, beta)
     return beta * _kl(logq, logm) + (1 - beta) * _kl(logp, logm)
 

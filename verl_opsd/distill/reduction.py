@@ -52,9 +52,7 @@ def coefficients(
     rows = len(weights)
     numerators = [torch.ones_like(w) for w in weights] if numerator_weights is None else list(numerator_weights)
     if not rows == len(turns) == len(branches) == len(episodes) == len(numerators):
-        raise OpsdError(
-            f"{rows} rows of weights", "all lists have one entry a row", "give the rows of one step in order"
-        )
+        raise OpsdError(f"{rows} rows of weights", "all lists have one entry a row", "give the rows of one step in order")
     for i, (w, turn, numerator) in enumerate(zip(weights, turns, numerators, strict=True)):
         if not w.shape == turn.shape == numerator.shape:
             raise OpsdError(
@@ -64,9 +62,7 @@ def coefficients(
             )
         for values in (w, numerator):
             if bool((values < 0).any()) or not bool(torch.isfinite(values).all()):
-                raise OpsdError(
-                    f"row {i} has a negative or non-finite weight", "weights are finite and >= 0", "correct it"
-                )
+                raise OpsdError(f"row {i} has a negative or non-finite weight", "weights are finite and >= 0", "correct it")
     keys = [_groups(reduction, turn, branches[i], episodes[i]) for i, turn in enumerate(turns)]
     totals: dict[Hashable, float] = {}
     for row_keys, w in zip(keys, weights, strict=True):

@@ -47,13 +47,9 @@ def check_ids(ids_CK: Tensor, labels_C: Tensor, vocab: int) -> None:
     Raises:
         OpsdError: with the first position at fault.
     """
-    way_out = (
-        "build supports with distill.support.support_ids, or ask the server for the sampled token beside its top-k"
-    )
+    way_out = "build supports with distill.support.support_ids, or ask the server for the sampled token beside its top-k"
     if bool((ids_CK >= vocab).any()) or bool((ids_CK < -1).any()):
-        raise OpsdError(
-            f"support ids up to {int(ids_CK.max())} for a vocabulary of {vocab}", "ids are -1..V-1", way_out
-        )
+        raise OpsdError(f"support ids up to {int(ids_CK.max())} for a vocabulary of {vocab}", "ids are -1..V-1", way_out)
     ordered_CK = ids_CK.sort(dim=-1).values
     repeated_C = ((ordered_CK[:, 1:] == ordered_CK[:, :-1]) & (ordered_CK[:, 1:] >= 0)).any(-1)
     if bool(repeated_C.any()):

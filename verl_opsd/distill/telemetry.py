@@ -153,9 +153,7 @@ class Ledger:
             (self.reply_tokens, self.loss_positions + sum(self.left_out.values()), "reply tokens = loss + left out"),
         ):
             if total != parts:
-                raise OpsdError(
-                    f"ledger: {total} against {parts}", names, "count each state and token under one reason"
-                )
+                raise OpsdError(f"ledger: {total} against {parts}", names, "count each state and token under one reason")
 
     @property
     def loss_positions(self) -> int:

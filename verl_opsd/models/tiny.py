@@ -63,9 +63,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = chat_template()
     if len(tokenizer) != VOCAB:
-        raise OpsdError(
-            f"the tokenizer has {len(tokenizer)} tokens", f"it has exactly {VOCAB}", "restore models/corpus.txt"
-        )
+        raise OpsdError(f"the tokenizer has {len(tokenizer)} tokens", f"it has exactly {VOCAB}", "restore models/corpus.txt")
     return tokenizer
 
 

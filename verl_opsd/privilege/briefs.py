@@ -138,9 +138,7 @@ def register_brief(name: str, maker: BriefMaker) -> None:
         OpsdError: the name is taken or holds ``+``, which joins names.
     """
     if name in _MAKERS or "+" in name or not name:
-        raise OpsdError(
-            f"brief name {name!r}", f"a new name without '+'; taken: {sorted(_MAKERS)}", "choose another name"
-        )
+        raise OpsdError(f"brief name {name!r}", f"a new name without '+'; taken: {sorted(_MAKERS)}", "choose another name")
     _MAKERS[name] = maker
 
 
@@ -169,9 +167,7 @@ def make_brief(name: str, agent_id: str, peers: Mapping[str, str], *, allow_answ
 
 def _peer_specs(agent_id: str, peers: Mapping[str, str]) -> Brief:
     if not peers:
-        raise OpsdError(
-            f"peer_spec for {agent_id} without peers", "it tells a peer's task", "use it with a pair of agents"
-        )
+        raise OpsdError(f"peer_spec for {agent_id} without peers", "it tells a peer's task", "use it with a pair of agents")
     return compose(*(peer_spec(agent_id, peer, peers[peer]) for peer in sorted(peers)), name="peer_spec")
 
 

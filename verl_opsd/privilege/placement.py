@@ -186,9 +186,7 @@ def teacher_view(
             )
         passes = [(blocks[0].close, len(ids), position)]
     else:
-        turns = [
-            b for b in blocks if b.role == "user" and (user_turn == "block" or not _holds_tool_result(ids, b, markers))
-        ]
+        turns = [b for b in blocks if b.role == "user" and (user_turn == "block" or not _holds_tool_result(ids, b, markers))]
         starts = np.array([b.start for b in turns], np.int64)
         # For each scored token the index of the last user turn before its reply.
         holder = np.searchsorted(starts, np.array([blocks[i].start for i in reply], np.int64)) - 1

@@ -35,9 +35,7 @@ _HEREDOC = re.compile(
     rf"(?P<body>.*?)(?:(?P<stop>{_BREAK}[ \t]*(?P=tag)\b)|\Z)",
     re.DOTALL,
 )
-_SEND_QUOTED = re.compile(
-    r"\bsend_message(?:\s+--\w+)*\s+[\w-]+\s+(?P<quote>\\?\"|')(?P<body>.*?)(?P=quote)", re.DOTALL
-)
+_SEND_QUOTED = re.compile(r"\bsend_message(?:\s+--\w+)*\s+[\w-]+\s+(?P<quote>\\?\"|')(?P<body>.*?)(?P=quote)", re.DOTALL)
 
 
 def token_classes(ids: Sequence[int], decode: Callable[[list[int]], str]) -> NDArray[np.int8]:

@@ -80,9 +80,7 @@ class TokenBuilder(Protocol):
         """Ids of a whole prompt, the generation prompt included."""
         ...
 
-    def extend(
-        self, previous: list[dict[str, Any]], updated: list[dict[str, Any]], ids: list[int], tools: Tools
-    ) -> list[int]:
+    def extend(self, previous: list[dict[str, Any]], updated: list[dict[str, Any]], ids: list[int], tools: Tools) -> list[int]:
         """Ids to append after ``ids``, which end with the reply ``previous[-1]``: boundary, new messages, generation
         prompt."""
         ...
@@ -188,9 +186,7 @@ class Session:
         """Sets the kind of a recorded turn, e.g. ``malformed`` once the harness has refused its reply."""
         _check_kind(kind)
         if not 0 <= turn < len(self._turns):
-            raise OpsdError(
-                f"turn {turn}", f"turns are 0..{len(self._turns) - 1}", "pass Reply.turn of the turn to mark"
-            )
+            raise OpsdError(f"turn {turn}", f"turns are 0..{len(self._turns) - 1}", "pass Reply.turn of the turn to mark")
         self._turns[turn] = dataclasses.replace(self._turns[turn], kind=kind)
 
     def records(self) -> tuple[TurnRecord, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from verl_opsd.cooperbench.grading import grade_pair
 from verl_opsd.cooperbench.harness import run_pair
 from verl_opsd.cooperbench.prepare import load_prepared
 from verl_opsd.cooperbench.types import PairRun, PairTask
+from verl_opsd.distill.weights import class_weight, max_prefix
 from verl_opsd.errors import InfraFault
 from verl_opsd.plugin import cache_dir
 from verl_opsd.privilege.briefs import Brief, make_brief
@@ -27,8 +29,9 @@ from verl_opsd.privilege.placement import ChatMarkers, teacher_view
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.branches import build_trajectories
 from verl_opsd.tokens.build_rows import build_row, prompt_response
+from verl_opsd.tokens.classes import token_classes
 from verl_opsd.tokens.gateway import Gateway, Generation
-from verl_opsd.tokens.records import Episode, Grade, Sampling, Trajectory
+from verl_opsd.tokens.records import TOKEN_CLASSES, Episode, Grade, Sampling, Trajectory
 from verl_opsd.tokens.rows import padding_fields
 from verl_opsd.tokens.store import EpisodeStore
 from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder
@@ -130,7 +133,7 @@ def briefs_for(opsd: OpsdConfig, pair: PairTask) -> dict[str, Brief]:
 
 
 def training_row(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokenizer: Any) -> dict[str, torch.Tensor]:
-    """The row of one branch. ``opsd_coef`` holds static weights (1) until the trainer divides by the global denominator."""
+    """The row of one branch. ``opsd_coef`` holds static weights until the trainer divides by the global denominator."""
     view = teacher_view(
         trajectory.input_ids,
         trajectory.loss_mask,
@@ -140,9 +143,14 @@ def training_row(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokeniz
         user_turn=opsd.brief.user_turn,
         max_len=opsd.brief.max_view_tokens,
     )
-    n = len(view.position)
-    anchor = torch.ones(n) if opsd.loss.anchor > 0 else torch.zeros(n)
-    return build_row(trajectory, view, torch.ones(n), anchor)
+    anchor = torch.full((len(view.position),), float(opsd.loss.anchor > 0))
+    row = build_row(trajectory, view, torch.ones_like(anchor), anchor)
+    if opsd.loss.class_weights is not None:
+        by_code = {TOKEN_CLASSES.index(name): w for name, w in dataclasses.asdict(opsd.loss.class_weights).items()}
+        row["opsd_coef"] *= class_weight(row["opsd_class"], by_code)
+    if opsd.loss.max_prefix is not None:
+        row["opsd_coef"] *= max_prefix(row["opsd_position"], row["opsd_turn"], opsd.loss.max_prefix)
+    return row
 
 
 @register("opsd_pair")
@@ -219,7 +227,10 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
     outputs: list[AgentLoopOutput] = []
     for agent, brief in briefs_for(opsd, pair).items():
         turns = [t for t in episode.turns if t.agent_id == agent]
-        for branch in build_trajectories(turns, loss_kinds=opsd.loss.turn_kinds):
+        branches = build_trajectories(
+            turns, loss_kinds=opsd.loss.turn_kinds, classify=lambda ids: token_classes(ids, tokenizer.decode)
+        )
+        for branch in branches:
             if not branch.loss_mask.any():
                 continue
             prompt, response, mask, logprobs = prompt_response(branch)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from verl_opsd.config import LossConfig
+from verl_opsd.distill.reduction import coefficients
 
 
 def with_coefficients(
@@ -22,12 +22,20 @@ def with_coefficients(
 
     Returns:
         New rows; the coefficients of one step sum to 1 (divergence) and ``loss.anchor`` (anchor).
+
+    Raises:
+        OpsdError: no position of a step carries weight.
     """
     out = [dict(r) for r in rows]
     for g in sorted(set(groups)):
         members = [i for i, x in enumerate(groups) if x == g]
-        for name, scale in (("opsd_coef", 1.0), ("opsd_anchor", loss.anchor)):
-            total = sum(float(rows[i][name].sum()) for i in members)
-            for i in members:
-                out[i][name] = (rows[i][name] * (scale / total if total else 0.0)).to(torch.float32)
+        turns = [rows[i]["opsd_turn"] for i in members]
+        episodes = [keys[i].rsplit("_", 1)[0] for i in members]
+        branches = [keys[i] for i in members]
+        terms = [("opsd_coef", 1.0)] + ([("opsd_anchor", loss.anchor)] if loss.anchor > 0 else [])
+        for name, scale in terms:
+            weights = [rows[i][name] for i in members]
+            final = coefficients(loss.reduction, turns, branches, episodes, weights, scale=scale)
+            for i, coef in zip(members, final, strict=True):
+                out[i][name] = coef
     return out

@@ -39,10 +39,8 @@ TELEMETRY = "opsd/"
 
 def loss_of(opsd: OpsdConfig, lora: bool) -> OpsdLoss:
     """The engine's loss for a configuration; the reference is the adapter switched off, or the initial weights without one."""
-    from verl_opsd.distill.loss import LossSpec
-
     return OpsdLoss(
-        spec=LossSpec(),
+        spec=opsd.loss.spec(),
         chunk=opsd.loss.chunk,
         reference="adapter_off" if lora else "initial",
         anchor=opsd.loss.anchor > 0,

@@ -86,9 +86,7 @@ def test_a_peer_that_left_is_not_waited_for_and_its_pushed_branch_counts_as_publ
     run = play(first, second)
     assert run.agents[0].patch == ONE and not run.agents[0].opened_pr
     assert "NOT delivered" in second.observations()[-1]
-    notes = [
-        m["content"] for m in second.seen[-1] if "has completed their work" in m["content"] and m["role"] == "user"
-    ]
+    notes = [m["content"] for m in second.seen[-1] if "has completed their work" in m["content"] and m["role"] == "user"]
     assert len(notes) == 1 and "Their submitted patch is on branch origin/agent1" in notes[0]
     assert run.agents[1].sent_messages == 0
 
@@ -176,9 +174,7 @@ def test_command_over_its_limit_is_killed_and_the_agent_is_told(play):
 def test_a_command_that_would_lose_a_message_is_refused_whole(play):
     lossy = "send_message agent2 <<'MSG'\nfirst\nMSG\nsend_message agent2 \"second\"\ntouch ran"
     residue = 'touch ran; send_message agent2 "x"; touch ran'
-    first = Script(
-        [lossy, residue, 'send_message agent9 "x"', 'send_message agent2 "kept" && touch other', "ls", SUBMIT]
-    )
+    first = Script([lossy, residue, 'send_message agent9 "x"', 'send_message agent2 "kept" && touch other', "ls", SUBMIT])
     second = Script([until(lambda: len(first.seen) > 5, "true")])
     run = play(first, second)
     seen = first.observations()

@@ -75,9 +75,7 @@ def test_sessions_and_adapter_update_on_two_replicas(cluster, model_path, compos
     async def play(session: str, turns: int) -> list[tuple[list[int], object]]:
         ids, played = rng.integers(3, 2000, 150).tolist(), []
         for turn in range(turns):
-            out = await client.generate(
-                session, prompt_ids=list(ids), sampling_params=dict(params), session=session, turn=turn
-            )
+            out = await client.generate(session, prompt_ids=list(ids), sampling_params=dict(params), session=session, turn=turn)
             played.append((list(ids), out))
             ids += out.token_ids + rng.integers(3, 2000, 30).tolist()
         return played

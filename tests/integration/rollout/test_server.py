@@ -64,9 +64,7 @@ def test_turns_are_counted_when_the_caller_does_not(serve):
 
 def test_logprobs_only_when_asked(serve):
     server = serve()
-    with_, without = (
-        asyncio.run(generate(server, session="s", turn=0, max_tokens=3, **kw)) for kw in ({"logprobs": True}, {})
-    )
+    with_, without = (asyncio.run(generate(server, session="s", turn=0, max_tokens=3, **kw)) for kw in ({"logprobs": True}, {}))
     assert with_.token_ids == without.token_ids and len(with_.log_probs) == 3 and without.log_probs is None
 
 

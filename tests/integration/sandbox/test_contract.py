@@ -89,9 +89,7 @@ def test_stdin_is_empty_or_the_given_bytes(sandbox):
     assert sandbox.run(["true"], timeout_s=5, stdin=data).returncode == 0  # nobody reads it
 
 
-@pytest.mark.parametrize(
-    ("size", "truncated"), [(99_999, False), (100_000, False), (100_001, True), (50_000_000, True)]
-)
+@pytest.mark.parametrize(("size", "truncated"), [(99_999, False), (100_000, False), (100_001, True), (50_000_000, True)])
 @pytest.mark.parametrize("backend", ["bubblewrap", "process"])
 def test_output_is_cut_and_never_blocks_the_command(make, backend, size, truncated):
     sandbox = make(backend, limits={"output_bytes": 100_000})
@@ -194,9 +192,7 @@ def test_files_stay_between_commands_and_processes_do_not(make):
 def test_two_sandboxes_see_nothing_of_each_other(make):
     first, second = make(), make()
     assert first.uid != second.uid
-    script = (
-        "echo x > /tmp/of-first; echo x > /workspace/of-first; echo x > ~/of-first; echo x > /usr/local/bin/of-first"
-    )
+    script = "echo x > /tmp/of-first; echo x > /workspace/of-first; echo x > ~/of-first; echo x > /usr/local/bin/of-first"
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(bash, first, f"{script}; echo x > /dev/shm/of-first; sleep 1.5")
         while not (first.spec.workspace / "of-first").exists():
@@ -215,10 +211,7 @@ def test_one_bare_repository_is_pushed_to_from_two_sandboxes_at_once(make, tmp_p
     shared = tmp_path / "git"
     shared.mkdir()
     setup = make(rw_binds=((shared, "/git"),))
-    assert (
-        bash(setup, "git init -q --bare /git/repo.git && git -C /git/repo.git symbolic-ref HEAD").text
-        == "refs/heads/main\n"
-    )
+    assert bash(setup, "git init -q --bare /git/repo.git && git -C /git/repo.git symbolic-ref HEAD").text == "refs/heads/main\n"
     pair = [make(rw_binds=((shared, "/git"),)) for _ in range(2)]
 
     def work(index: int) -> None:
@@ -232,9 +225,7 @@ def test_one_bare_repository_is_pushed_to_from_two_sandboxes_at_once(make, tmp_p
         git tag -a -m pr pr/agent{index}; git push -q origin pr/agent{index}; git fetch -q origin"""
         result = bash(pair[index], script, timeout_s=60)
         assert result.returncode == 0 or "cannot lock ref" in result.text, result.text
-        final = bash(
-            pair[index], f"git push -q -f origin HEAD:agent{index} && git push -q -f origin pr/agent{index}; true"
-        )
+        final = bash(pair[index], f"git push -q -f origin HEAD:agent{index} && git push -q -f origin pr/agent{index}; true")
         assert final.returncode == 0
 
     # main is forced by both, as the harness does, so only a lost race for its lock may fail a push
@@ -272,10 +263,7 @@ def test_a_bind_below_a_writable_bind_stays_read_only(make, tmp_path):
     binds = {"rw_binds": ((tmp_path / "git", "/git"),), "ro_binds": ((tmp_path / "git" / "hooks", "/git/hooks"),)}
     sandbox = make(**binds)
     assert (
-        bash(
-            sandbox, "touch /git/x && ! touch /git/hooks/x && ! rm -r /git/hooks && ! mv /git/hooks /git/h2"
-        ).returncode
-        == 0
+        bash(sandbox, "touch /git/x && ! touch /git/hooks/x && ! rm -r /git/hooks && ! mv /git/hooks /git/h2").returncode == 0
     )
     assert os.listdir(tmp_path / "git" / "hooks") == []
 
@@ -390,7 +378,5 @@ def test_no_descriptor_leaks(make, tmp_path):
 
 
 def test_a_command_gets_no_descriptor_of_the_host(make):
-    result = make().run(
-        ["python3", "-c", "import os; print(sorted(map(int, os.listdir('/proc/self/fd')))[:-1])"], timeout_s=9
-    )
+    result = make().run(["python3", "-c", "import os; print(sorted(map(int, os.listdir('/proc/self/fd')))[:-1])"], timeout_s=9)
     assert result.text == "[0, 1, 2]\n"

@@ -94,9 +94,7 @@ def test_host_home_holds_the_interpreter_only(make):
         result = bash(make(), f"ls -A {home} /home /root; cat {marker}")
         prefix = Path(sys.base_prefix)
         allowed = {prefix.relative_to(home).parts[0]} if prefix.is_relative_to(home) else set()
-        listed = {
-            line for line in result.text.splitlines() if line and not line.endswith(":") and "No such file" not in line
-        }
+        listed = {line for line in result.text.splitlines() if line and not line.endswith(":") and "No such file" not in line}
         assert listed <= allowed | {"agent"}
         assert "home secret" not in result.text
     finally:
@@ -158,9 +156,7 @@ def test_no_socket_of_the_host_is_reached(make, tmp_path, family):
 
 
 def test_no_way_to_the_internet(make):
-    result = python(
-        make(), "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 53))"
-    )
+    result = python(make(), "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 53))")
     assert "unreachable" in result.text
 
 
@@ -261,10 +257,7 @@ def test_no_environment_of_the_host_is_read(make, canary):
     probe = "cat /proc/*/environ /proc/*/task/*/environ 2>/dev/null | tr '\\0' '\\n'; ps axeww"
     result = bash(make(), probe)
     assert "canary-secret" not in result.text
-    assert (
-        "canary-secret"
-        in subprocess.run(["bash", "-c", probe], capture_output=True, text=True, errors="replace").stdout
-    )
+    assert "canary-secret" in subprocess.run(["bash", "-c", probe], capture_output=True, text=True, errors="replace").stdout
 
 
 def test_first_process_tells_no_host_path(make, tmp_path):
@@ -341,11 +334,7 @@ def test_a_hook_in_the_shared_repository_does_not_run(make, tmp_path, protected)
     shared.mkdir()
     subprocess.run(["git", "init", "-q", "--bare", "-b", "main", shared / "repo.git"], check=True)
     (shared / "repo.git" / "hooks").mkdir(exist_ok=True)
-    binds = (
-        tuple((shared / "repo.git" / part, f"/git/repo.git/{part}") for part in ("hooks", "config"))
-        if protected
-        else ()
-    )
+    binds = tuple((shared / "repo.git" / part, f"/git/repo.git/{part}") for part in ("hooks", "config")) if protected else ()
     first, second = (make(rw_binds=((shared, "/git"),), ro_binds=binds) for _ in range(2))
     plant = "; ".join(f"printf '#!/bin/sh\\ntouch /git/ran\\n' > hooks/{hook}; chmod +x hooks/{hook}" for hook in HOOKS)
     if protected:
@@ -380,9 +369,7 @@ def test_links_in_a_workspace_are_not_followed_by_the_host(make, secret):
 
 def test_control_groups_cannot_be_changed(make):
     sandbox = make(limits={"processes": 50})
-    limits = [
-        path / name for path in sandbox._cgroup.paths for name in ("pids.max", "memory.limit_in_bytes", "memory.max")
-    ]
+    limits = [path / name for path in sandbox._cgroup.paths for name in ("pids.max", "memory.limit_in_bytes", "memory.max")]
     before = {path: path.read_text() for path in limits if path.exists()}
     assert before or sandbox.limit_source == {"memory": "rlimit", "pids": "rlimit"}
     inner = "mount -t cgroup2 none m; mount -t cgroup -o pids none m; echo $$ > m/cgroup.procs"
@@ -411,9 +398,7 @@ def test_output_handed_to_another_sandbox_holds_nobody(make, tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     first, second = (make(rw_binds=((shared, "/shared"),)) for _ in range(2))
-    receive = (
-        "import socket, time\ns = socket.socket(socket.AF_UNIX); s.bind('/shared/s'); s.listen(); c = s.accept()[0]\n"
-    )
+    receive = "import socket, time\ns = socket.socket(socket.AF_UNIX); s.bind('/shared/s'); s.listen(); c = s.accept()[0]\n"
     receive += "fd = socket.recv_fds(c, 1, 1)[1]; c.send(b'k'); time.sleep(20)"
     send = "import socket\ns = socket.socket(socket.AF_UNIX); s.connect('/shared/s')\n"
     send += "socket.send_fds(s, [b'x'], [1]); s.recv(1)"

@@ -42,10 +42,7 @@ def prepared(cache: Path) -> dict[str, PreparedTask]:
 def qualified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, FeatureTable]]:
     """Another cache whose pocket tasks are all qualified, and the tables by the library's name."""
     cache = tmp_path_factory.mktemp("qualified")
-    tables = {
-        _library(task.repo): qualify(task.task_dir, prepare(task.task_dir, None, cache))
-        for task in discover(POCKET_DIR)
-    }
+    tables = {_library(task.repo): qualify(task.task_dir, prepare(task.task_dir, None, cache)) for task in discover(POCKET_DIR)}
     return cache, tables
 
 

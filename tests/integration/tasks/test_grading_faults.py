@@ -141,9 +141,7 @@ HANGS = {
 
 
 @pytest.mark.parametrize("code", HANGS.values(), ids=HANGS.keys())
-def test_a_hanging_test_run_is_killed_and_fails(
-    pair: PairTask, task: PreparedTask, make_patch: MakePatch, code: str
-) -> None:
+def test_a_hanging_test_run_is_killed_and_fails(pair: PairTask, task: PreparedTask, make_patch: MakePatch, code: str) -> None:
     grade = grade_pair(pair, task, make_patch(task, {"textkit/__init__.py": code}), gold(pair, 2), timeout_s=2.5)
     assert grade.merge == "clean"
     assert [(f.passed, f.exit_code) for f in grade.features] == [(False, 124), (False, 124)]
@@ -159,9 +157,7 @@ KILLERS = {
 
 
 @pytest.mark.parametrize("code", KILLERS.values(), ids=KILLERS.keys())
-def test_code_that_kills_its_test_run_fails(
-    pair: PairTask, task: PreparedTask, make_patch: MakePatch, code: str
-) -> None:
+def test_code_that_kills_its_test_run_fails(pair: PairTask, task: PreparedTask, make_patch: MakePatch, code: str) -> None:
     grade = grade_pair(pair, task, make_patch(task, {"textkit/__init__.py": code}), gold(pair, 2), timeout_s=30)
     assert passed(grade) == [False, False]
     assert all(f.exit_code not in (0, None) for f in grade.features)
@@ -222,9 +218,7 @@ def test_a_patch_does_not_choose_how_branches_are_merged(
     assert grade_pair(pair, prepared["ledger"], *patches).merge == "conflicts"
 
 
-@pytest.mark.parametrize(
-    "path", ["tests/test_cases.py", "Tests/test_cases.py", "test_cases.py", "textkit/test/helper.py"]
-)
+@pytest.mark.parametrize("path", ["tests/test_cases.py", "Tests/test_cases.py", "test_cases.py", "textkit/test/helper.py"])
 def test_own_test_files_do_not_get_in_the_way_of_hidden_ones(
     pair: PairTask, task: PreparedTask, make_patch: MakePatch, path: str
 ) -> None:
@@ -239,9 +233,7 @@ def test_skipped_tests_do_not_count(
     """Exit code 0 and no failure, but fewer tests pass than with the gold patch."""
     task = load_prepared(qualified[0], pair.repo, pair.task_id)
     source = (task.base / "textkit" / "cases.py").read_text()
-    skipping = source.replace(
-        "def slugify(text):", "def slugify(text, max_length=None):\n    import pytest\n    pytest.skip()"
-    )
+    skipping = source.replace("def slugify(text):", "def slugify(text, max_length=None):\n    import pytest\n    pytest.skip()")
     grade = grade_pair(pair, task, make_patch(task, {"textkit/cases.py": skipping}), gold(pair, 2))
     assert [(f.exit_code, f.passed) for f in grade.features] == [(0, False), (0, False)]
     assert grade.features[0].tests_passed < 17
@@ -306,9 +298,7 @@ def test_a_fault_at_any_step_is_a_fault_and_no_grade(
     assert all(box.real._closed for box in made)
 
 
-def test_a_sandbox_that_does_not_start_is_a_fault(
-    pair: PairTask, task: PreparedTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sandbox_that_does_not_start_is_a_fault(pair: PairTask, task: PreparedTask, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(*_: Any, **__: Any) -> None:
         raise InfraFault("sandbox_unreachable", "no", "rule", "way out")
 
@@ -357,13 +347,8 @@ def test_the_packages_own_backends_stay_reachable() -> None:
     assert grading._package().get_backend._backends == {}
 
 
-def test_nothing_is_left_behind(
-    pair: PairTask, task: PreparedTask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nothing_is_left_behind(pair: PairTask, task: PreparedTask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     grade_pair(pair, task, gold(pair, 1), gold(pair, 2))
     assert list(tmp_path.iterdir()) == []
-    assert (
-        not (task.base / "conftest.py").exists()
-        and (task.base / ".git" / "HEAD").read_text() == "ref: refs/heads/main\n"
-    )
+    assert not (task.base / "conftest.py").exists() and (task.base / ".git" / "HEAD").read_text() == "ref: refs/heads/main\n"

@@ -82,12 +82,8 @@ def test_a_failed_preparation_leaves_nothing_that_looks_done(own_cache: Path, mo
     assert prepare(TEXTKIT, None, own_cache).base.is_dir()
 
 
-@pytest.mark.parametrize(
-    "changed", ["base/textkit/wrap.py", "feature1/tests.patch", "feature2/feature.md", "runner.sh"]
-)
-def test_any_changed_file_makes_another_preparation_and_keeps_the_first(
-    own_cache: Path, copied: Path, changed: str
-) -> None:
+@pytest.mark.parametrize("changed", ["base/textkit/wrap.py", "feature1/tests.patch", "feature2/feature.md", "runner.sh"])
+def test_any_changed_file_makes_another_preparation_and_keeps_the_first(own_cache: Path, copied: Path, changed: str) -> None:
     first = prepare(copied, None, own_cache)
     with (copied / changed).open("a") as file:
         file.write("\n# changed\n")
@@ -197,9 +193,7 @@ def test_verdicts(own_cache: Path, copied: Path) -> None:
         require_qualified(pairs, own_cache)
     made = prepare(copied, None, own_cache)
     assert load_table(made) is None
-    with pytest.raises(
-        OpsdError, match=r"feature 1: not measured; .*feature 2: not measured; .*feature 3: not measured"
-    ):
+    with pytest.raises(OpsdError, match=r"feature 1: not measured; .*feature 2: not measured; .*feature 3: not measured"):
         require_qualified(pairs, own_cache)
     qualify(copied, made, [1, 2])
     with pytest.raises(OpsdError) as caught:

@@ -75,12 +75,9 @@ def test_the_wheel_carries_the_tasks(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name: archive.read(name) for name in archive.namelist() if "/pocket/" in name}
     expected = {
-        f"verl_opsd/cooperbench/pocket/{p.relative_to(POCKET_DIR).as_posix()}": p.read_bytes()
-        for p in tree_files(POCKET_DIR)
+        f"verl_opsd/cooperbench/pocket/{p.relative_to(POCKET_DIR).as_posix()}": p.read_bytes() for p in tree_files(POCKET_DIR)
     }
     assert len(expected) > 50
     assert shipped == expected
     with zipfile.ZipFile(wheel) as archive:
-        assert {"verl_opsd/cooperbench/recipes.json", "verl_opsd/cooperbench/runner_template.sh"} <= set(
-            archive.namelist()
-        )
+        assert {"verl_opsd/cooperbench/recipes.json", "verl_opsd/cooperbench/runner_template.sh"} <= set(archive.namelist())

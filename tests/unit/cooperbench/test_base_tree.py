@@ -69,14 +69,10 @@ def write_tree(root: Path) -> Path:
     return root
 
 
-def test_the_same_files_give_the_same_commit_whatever_the_user_has_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_files_give_the_same_commit_whatever_the_user_has_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two, three = (write_tree(tmp_path / name) for name in ("one", "two", "three"))
     first = commit_tree(one)
-    (tmp_path / "config").write_text(
-        "[core]\nautocrlf = true\n[init]\ndefaultBranch = other\n[commit]\ngpgsign = true\n"
-    )
+    (tmp_path / "config").write_text("[core]\nautocrlf = true\n[init]\ndefaultBranch = other\n[commit]\ngpgsign = true\n")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "config"))
     monkeypatch.setenv("GIT_AUTHOR_NAME", "somebody")
     monkeypatch.setenv("GIT_COMMITTER_DATE", "2021-01-01T00:00:00Z")
@@ -85,10 +81,7 @@ def test_the_same_files_give_the_same_commit_whatever_the_user_has_set(
     assert commit_tree(two) == first
     (three / "run.sh").chmod(0o644)
     assert commit_tree(three) != first
-    assert (
-        run_git("log", "--all", "--format=%an %ad %s", "--date=iso", cwd=one)
-        == "base 2000-01-01 00:00:00 +0000 Base tree"
-    )
+    assert run_git("log", "--all", "--format=%an %ad %s", "--date=iso", cwd=one) == "base 2000-01-01 00:00:00 +0000 Base tree"
     assert run_git("ls-files", cwd=one).split() == [".gitignore", "pkg/__init__.py", "pkg/_built.so", "run.sh"]
     assert run_git("remote", cwd=one) == "" and run_git("tag", cwd=one) == ""
 

@@ -26,9 +26,7 @@ scales = st.sampled_from([1e-4, 1e-2, 1.0, 5.0, 50.0])
 
 
 def logits(seed: int, scale: float, vocab: int = 23, rows: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return scale * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
-        dtype
-    )
+    return scale * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 @names
@@ -146,9 +144,7 @@ def test_what_each_sampled_estimator_estimates() -> None:
     torch.testing.assert_close(value, reverse, **close)
     torch.testing.assert_close(grad, kl_gradient(student, teacher, reverse=False), **close)
     behaviour = student.log_softmax(-1)
-    _, grad = expected_over_student(
-        lambda p, q: divergence.policy_gradient(p, q, behaviour, (0.0, 1e9)), student, teacher
-    )
+    _, grad = expected_over_student(lambda p, q: divergence.policy_gradient(p, q, behaviour, (0.0, 1e9)), student, teacher)
     torch.testing.assert_close(grad, kl_gradient(student, teacher, reverse=True), **close)
 
 

@@ -248,9 +248,7 @@ def test_the_default_is_analytic_and_has_less_variance_than_a_sampled_token() ->
     logp = student.log_softmax(-1)
     (exact,) = torch.autograd.grad(divergence.reverse_kl(logp, logq), student, retain_graph=True)
     tokens = torch.multinomial(logp.detach().exp(), 400, replacement=True, generator=g)
-    samples = torch.stack(
-        [torch.autograd.grad(divergence.k2(logp[t], logq[t]), student, retain_graph=True)[0] for t in tokens]
-    )
+    samples = torch.stack([torch.autograd.grad(divergence.k2(logp[t], logq[t]), student, retain_graph=True)[0] for t in tokens])
     noise = (samples - exact).norm(dim=-1).mean()
     assert noise > 1.0 * exact.norm()  # one sampled token is mostly noise; the analytic gradient has none
     assert (samples.mean(0) - exact).norm() < 0.35 * noise

@@ -237,9 +237,7 @@ WEIGHTS = {
     "clip": lambda limit: ((Clip(limit),), lambda div, logp: torch.where(div > limit, limit / div, 1.0)),
     "all": lambda limit: (
         (Threshold(limit / 2), GATE, Clip(limit)),
-        lambda div, logp: (
-            (div > limit / 2) / (1 + (-0.7 * (logp + 3.0)).exp()) * torch.where(div > limit, limit / div, 1.0)
-        ),
+        lambda div, logp: (div > limit / 2) / (1 + (-0.7 * (logp + 3.0)).exp()) * torch.where(div > limit, limit / div, 1.0),
     ),
 }
 
@@ -278,9 +276,7 @@ def test_gradcheck_with_weights_and_supports_held_fixed(spec: LossSpec) -> None:
     head, x, task = make(seed=5, dtype=torch.float64, n=3, loss=spec)
     head.task = task
     assert torch.autograd.gradcheck(lambda x: head(x), x, atol=1e-6, fast_mode=True)
-    task.anchor = task.anchor_coef_N = (
-        None  # the anchor reads the head's weight, detached: a numerical gradient would not
-    )
+    task.anchor = task.anchor_coef_N = None  # the anchor reads the head's weight, detached: a numerical gradient would not
     assert torch.autograd.gradcheck(lambda w: head(x.detach()), head.weight, atol=1e-6, fast_mode=True)
 
 

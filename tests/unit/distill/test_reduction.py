@@ -41,9 +41,7 @@ def test_static_weights_enter_the_denominator_and_numerator_weights_do_not() -> 
 
 
 @given(
-    st.lists(
-        st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 4), st.floats(0, 10)), min_size=1, max_size=30
-    ),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 4), st.floats(0, 10)), min_size=1, max_size=30),
     st.sampled_from(["token", "turn", "branch", "episode"]),
     st.data(),
 )
@@ -64,9 +62,7 @@ def test_any_cut_of_the_rows_gives_the_same_coefficients(positions, reduction, d
             [torch.tensor([w for _, w in values], dtype=torch.float64) for _, values in pieces],
         )
         return sorted(
-            (key, *v, c)
-            for (key, vs), row in zip(pieces, got, strict=True)
-            for v, c in zip(vs, row.tolist(), strict=True)
+            (key, *v, c) for (key, vs), row in zip(pieces, got, strict=True) for v, c in zip(vs, row.tolist(), strict=True)
         )
 
     whole = list(rows.items())

@@ -59,9 +59,7 @@ def test_merging_is_bit_equal_however_positions_are_cut(div, data) -> None:
     whole = Telemetry.of(result(div), torch.ones(len(div)), {})
     order = data.draw(st.permutations(range(len(div))))
     cut = data.draw(st.integers(0, len(div)))
-    parts = [
-        Telemetry.of(result([div[i] for i in ids]), torch.ones(len(ids)), {}) for ids in (order[:cut], order[cut:])
-    ]
+    parts = [Telemetry.of(result([div[i] for i in ids]), torch.ones(len(ids)), {}) for ids in (order[:cut], order[cut:])]
     assert str(Telemetry.merge(parts).summary()) == str(whole.summary())
 
 

@@ -229,9 +229,7 @@ def test_views_of_random_conversations(seed, calls, brief, placement, user_turn)
             header = max(i for i in range(at) if one[i] == START)
             assert one[header + 1] == (SYSTEM if placement == "system" else USER)
             inside = [p - offset for p in found.position.tolist() if offset <= p < offset + length]
-            assert [p - len(brief) for p in inside] == [
-                s - 1 for s in scored.tolist() if before < s < length - len(brief)
-            ]
+            assert [p - len(brief) for p in inside] == [s - 1 for s in scored.tolist() if before < s < length - len(brief)]
             for p in inside:  # no other user turn stands between the brief and a token that it conditions
                 between = one[stop : p + 1]
                 users = [i for i in range(len(between) - 1) if between[i] == START and between[i + 1] == USER]
@@ -254,9 +252,7 @@ def test_views_make_rows(seed, user_turn):
         if not n or trajectory.input_ids[0] != START:
             continue
         for placement in ("system", "last_user"):
-            seen = teacher_view(
-                trajectory.input_ids, trajectory.loss_mask, BRIEF, placement, MARKERS, user_turn=user_turn
-            )
+            seen = teacher_view(trajectory.input_ids, trajectory.loss_mask, BRIEF, placement, MARKERS, user_turn=user_turn)
             row = build_row(trajectory, seen, torch.ones(n), torch.zeros(n))
             assert row["opsd_turn"].min() >= 0 and row["opsd_class"].min() >= 0
 

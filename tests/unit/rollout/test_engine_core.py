@@ -268,9 +268,7 @@ def test_replies_are_replayable_and_differ_by_session_turn_and_seed(models):
     prompt = ids(0, 30)
 
     def reply(session="s", turn=0, seed=0, **kw) -> list[int]:
-        return run(engine(models, seed=seed), request("r", prompt, n=20, session=session, turn=turn, **kw))[
-            "r"
-        ].token_ids
+        return run(engine(models, seed=seed), request("r", prompt, n=20, session=session, turn=turn, **kw))["r"].token_ids
 
     assert reply() == reply()
     assert len({tuple(r) for r in (reply(), reply(session="t"), reply(turn=1), reply(seed=1))}) == 4

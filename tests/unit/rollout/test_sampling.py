@@ -51,9 +51,7 @@ def test_without_limits_it_is_the_plain_log_softmax():
     assert torch.equal(processed_logprobs(z, SamplingParams(1)), torch.log_softmax(z, -1))
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k"), [(1.0, 1.0, -1), (0.5, 1.0, -1), (2.0, 1.0, 3), (1.0, 0.8, -1)]
-)
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, -1), (0.5, 1.0, -1), (2.0, 1.0, 3), (1.0, 0.8, -1)])
 def test_frequencies_match_and_logprobs_are_those_of_the_drawn_token(temperature, top_p, top_k):
     params, generator, n = SamplingParams(1, temperature, top_p, top_k), request_generator(0, "s", 0), 20000
     p = reference(LOGITS, temperature, top_p, top_k)
@@ -66,9 +64,7 @@ def test_frequencies_match_and_logprobs_are_those_of_the_drawn_token(temperature
 
 
 def test_greedy_takes_the_largest_and_reports_the_plain_logprob():
-    token, logp = sample(
-        torch.tensor(LOGITS), SamplingParams(1, temperature=0.0, top_k=1), request_generator(0, "s", 0)
-    )
+    token, logp = sample(torch.tensor(LOGITS), SamplingParams(1, temperature=0.0, top_k=1), request_generator(0, "s", 0))
     assert token == 0 and logp == pytest.approx(2.0 - np.log(np.exp(LOGITS).sum()), abs=1e-6)
 
 

@@ -137,9 +137,7 @@ def test_full_weights_under_an_adapter_leave_the_adapter(qwen3):
     base = new_weights(qwen3.stock, 2)
     load_full(model, base, 2)
     qwen3.stock.load_state_dict(base, strict=False)
-    reference = get_peft_model(
-        qwen3.stock, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
+    reference = get_peft_model(qwen3.stock, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
     places = get_peft_model_state_dict(reference, save_embedding_layers=False)
     for name, t in tensors.items():
         places[name].copy_(t)

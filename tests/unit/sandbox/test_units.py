@@ -102,15 +102,11 @@ def test_plain_process_refuses_a_bind_it_cannot_show(tmp_path):
     for binds in ({"ro_binds": ((tmp_path, "/git"),)}, {"rw_binds": ((tmp_path, "/git"),)}):
         with pytest.raises(OpsdError):
             make_sandbox("process", SandboxSpec("x", tmp_path, **binds), allow_unsafe=True)
-    make_sandbox(
-        "process", SandboxSpec("x", tmp_path, ro_binds=((tmp_path, str(tmp_path)),)), allow_unsafe=True
-    ).close()
+    make_sandbox("process", SandboxSpec("x", tmp_path, ro_binds=((tmp_path, str(tmp_path)),)), allow_unsafe=True).close()
 
 
 def test_plain_process_memory_limit(tmp_path):
-    sandbox = make_sandbox(
-        "process", SandboxSpec("x", tmp_path, limits=Limits(memory_bytes=256 << 20)), allow_unsafe=True
-    )
+    sandbox = make_sandbox("process", SandboxSpec("x", tmp_path, limits=Limits(memory_bytes=256 << 20)), allow_unsafe=True)
     script = "x = bytearray(1 << 30)"
     assert sandbox.run(["python3", "-c", script], timeout_s=20, cwd="/workspace").returncode == 1
     sandbox.close()
@@ -250,9 +246,7 @@ def run_bpf(code: list[tuple[int, int, int, int]], number: int, arch: int, argum
             accumulator = struct.unpack_from("<I", data, operand)[0]
             position += 1
             continue
-        true = {0x15: accumulator == operand, 0x35: accumulator >= operand, 0x45: bool(accumulator & operand)}[
-            operation
-        ]
+        true = {0x15: accumulator == operand, 0x35: accumulator >= operand, 0x45: bool(accumulator & operand)}[operation]
         position += 1 + (when_true if true else when_false)
 
 

@@ -16,9 +16,7 @@ from verl_opsd.tokens.classes import text_classes, token_offsets
 def by_class(text: str) -> dict[str, str]:
     codes = text_classes(text)
     assert len(codes) == len(text)
-    joined = {
-        name: "".join(c for c, k in zip(text, codes, strict=True) if TOKEN_CLASSES[k] == name) for name in TOKEN_CLASSES
-    }
+    joined = {name: "".join(c for c, k in zip(text, codes, strict=True) if TOKEN_CLASSES[k] == name) for name in TOKEN_CLASSES}
     return {name: part for name, part in joined.items() if part}
 
 
@@ -38,9 +36,7 @@ def test_think_command_other():
 
 @pytest.mark.parametrize("quoted", ["<<'MSG'", "<<MSG", '<<"MSG"', "<< 'MSG'", "<<-'MSG'"])
 def test_heredoc_message_and_code(quoted):
-    command = (
-        f"send_message agent2 {quoted}\nI take \"a.py\" <ok>\nMSG\ncat > b.py <<'EOF'\nx = 1 << 2\ny = 'MSG'\nEOF\nls"
-    )
+    command = f"send_message agent2 {quoted}\nI take \"a.py\" <ok>\nMSG\ncat > b.py <<'EOF'\nx = 1 << 2\ny = 'MSG'\nEOF\nls"
     found = by_class(call(command))
     assert found["message"] == json.dumps('I take "a.py" <ok>')[1:-1]
     assert found["code"] == json.dumps("x = 1 << 2\ny = 'MSG'")[1:-1]
@@ -63,9 +59,7 @@ def test_send_message_tool_and_plain_text_arguments():
 
 
 def test_unfinished_spans_and_calls_in_thought():
-    assert by_class("<think>never ends <tool_call>x</tool_call>") == {
-        "think": "<think>never ends <tool_call>x</tool_call>"
-    }
+    assert by_class("<think>never ends <tool_call>x</tool_call>") == {"think": "<think>never ends <tool_call>x</tool_call>"}
     assert by_class("thought opened by the prompt</think>done") == {
         "think": "thought opened by the prompt</think>",
         "other": "done",

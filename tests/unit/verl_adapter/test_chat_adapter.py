@@ -58,9 +58,7 @@ def test_template_text_by_hand():
         {"role": "system", "content": "late"},
     ]
     tool = {"type": "function", "function": {"name": "bash"}}
-    text = chat_tokenizer().apply_chat_template(
-        messages, tools=[tool, tool], tokenize=False, add_generation_prompt=True
-    )
+    text = chat_tokenizer().apply_chat_template(messages, tools=[tool, tool], tokenize=False, add_generation_prompt=True)
     assert text == (
         "<|im_start|>system\nS\n\n# Tools\n\n"
         "Call functions to act. Their signatures, one JSON object a line:\n<tools>\n"

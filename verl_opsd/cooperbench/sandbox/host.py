@@ -191,9 +191,7 @@ def processes_of(uid: int) -> set[int]:
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             try:
-                match = re.search(
-                    r"^Uid:\s+(\d+)", Path(entry.path, "status").read_text(errors="replace"), re.MULTILINE
-                )
+                match = re.search(r"^Uid:\s+(\d+)", Path(entry.path, "status").read_text(errors="replace"), re.MULTILINE)
                 if match and int(match.group(1)) == uid:
                     found.add(int(entry.name))
             except (FileNotFoundError, ProcessLookupError):

@@ -111,9 +111,7 @@ class PlainProcessSandbox:
                 gone = _wait_group(process.pid)
                 code = process.wait()
             if not gone:
-                raise self._fault(
-                    "sandbox_died", f"process group {process.pid} is still there {END_WAIT_S:.0f} s later"
-                )
+                raise self._fault("sandbox_died", f"process group {process.pid} is still there {END_WAIT_S:.0f} s later")
             output.drain()
             seconds = time.monotonic() - started
             if self._closed:
@@ -126,9 +124,7 @@ class PlainProcessSandbox:
         with self._lock:
             if self._closed:
                 raise self._fault("sandbox_died", "it is closed")
-            process = spawn(
-                command, stdin=stdin, stdout=out, stderr=subprocess.STDOUT, env={}, cwd="/", start_new_session=True
-            )
+            process = spawn(command, stdin=stdin, stdout=out, stderr=subprocess.STDOUT, env={}, cwd="/", start_new_session=True)
             self._running.add(process.pid)
             return process
 

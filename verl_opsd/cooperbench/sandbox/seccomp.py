@@ -53,6 +53,4 @@ def no_user_namespaces() -> bytes:
         (RETURN, ALLOW, 0, 0),
         (RETURN, ERRNO | errno.ENOSYS, 0, 0),
     ]
-    return b"".join(
-        struct.pack("=HBBI", operation, true, false, operand) for operation, operand, true, false in program
-    )
+    return b"".join(struct.pack("=HBBI", operation, true, false, operand) for operation, operand, true, false in program)

@@ -54,9 +54,7 @@ class CacheShape:
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return cls(
-            sum("attention" in t and t != "linear_attention" for t in types), kv_heads, head_dim, dtype, state_bytes
-        )
+        return cls(sum("attention" in t and t != "linear_attention" for t in types), kv_heads, head_dim, dtype, state_bytes)
 
     @property
     def token_bytes(self) -> int:

@@ -167,9 +167,7 @@ class EmbeddedServer:
             OpsdError: a request that can't be served as asked. InfraFault ``engine_died``: the engine is gone.
         """
         if image_data or video_data:
-            raise OpsdError(
-                "a request with images or videos", "the embedded engine serves text", "use rollout.name=vllm"
-            )
+            raise OpsdError("a request with images or videos", "the embedded engine serves text", "use rollout.name=vllm")
         await self._admitted()
         if self._reject:
             return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self.global_steps})
