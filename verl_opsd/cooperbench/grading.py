@@ -150,7 +150,7 @@ def _host_paths(binds: dict[str, Path]) -> Callable[[str], str]:
 
 
 def _fix_merge_driver(repo: Path) -> None:
-    """Git's own three-way merge for every file: a patch's ``.gitattributes`` could ask for ``union``, without conflicts.
+    """Git's three-way merge for every file: a patch's ``.gitattributes`` could ask for ``union``.
 
     A base tree that chooses merge drivers itself keeps them.
     """
