@@ -13,6 +13,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -105,7 +106,7 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)
         for callback in _HOOKS.pop(self._name, []):
-            _loud(lambda callback=callback: callback(module), f"registering with {self._name}")
+            _loud(partial(callback, module), f"registering with {self._name}")
 
     def __getattr__(self, key: str):  # type: ignore[no-untyped-def]
         return getattr(self._inner, key)

@@ -43,7 +43,7 @@ Finding = tuple[str, bool, str]
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Adds `opsd doctor`."""
     p = subparsers.add_parser("doctor", help="check this installation; exit code 1 when something is missing")
-    p.set_defaults(run_command=run)
+    p.set_defaults(func=run)
 
 
 def installation() -> Iterator[Finding]:

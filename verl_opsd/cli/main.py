@@ -11,7 +11,7 @@ from verl_opsd.errors import OpsdError
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; each sub-command sets ``run``, a function of the parsed arguments that returns the exit code."""
+    """The command line; each sub-command sets ``func``, from parsed arguments to the exit code."""
     from verl_opsd.cli import doctor, tasks
 
     p = argparse.ArgumentParser(prog="opsd", description="Tools around on-policy distillation runs of verl.")
@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     tasks.add_parser(subparsers)
     report = subparsers.add_parser("report", help="show the table of a finished run")
     report.add_argument("run", type=Path, help="run directory")
-    report.set_defaults(run_command=_report)
+    report.set_defaults(func=_report)
     return p
 
 
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command. Exit codes: 0 done, 1 a check failed, 2 bad input."""
     args = parser().parse_args(argv)
     try:
-        return int(args.run_command(args))
+        return int(args.func(args))
     except OpsdError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -5,7 +5,9 @@ Shape suffixes: N loss positions, H hidden size of the teacher, K support size, 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,4 +69,5 @@ class Signal:
 
     def to(self, device: torch.device | str) -> Signal:
         """The same signal on another device."""
-        return Signal(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.__dict__.items()})
+        moved: dict[str, Any] = {k: v.to(device) for k, v in self.__dict__.items() if isinstance(v, Tensor)}
+        return dataclasses.replace(self, **moved)

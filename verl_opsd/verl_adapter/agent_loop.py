@@ -228,7 +228,7 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
     for agent, brief in briefs_for(opsd, pair).items():
         turns = [t for t in episode.turns if t.agent_id == agent]
         branches = build_trajectories(
-            turns, loss_kinds=opsd.loss.turn_kinds, classify=lambda ids: token_classes(ids, tokenizer.decode)
+            turns, loss_kinds=opsd.loss.turn_kinds, classify=lambda ids: token_classes(ids.tolist(), tokenizer.decode)
         )
         for branch in branches:
             if not branch.loss_mask.any():

@@ -134,7 +134,7 @@ def kl_rows(p_PV: np.ndarray, q_PV: np.ndarray) -> np.ndarray:
 
 def _sampled_gap(server: Any, sequences: list[list[int]], positions: list[list[int]], ours: list[np.ndarray]) -> float:
     """Mean squared difference over 2 of the tokens' log-probabilities: KL to second order, for servers that give no more."""
-    gaps = []
+    gaps: list[float] = []
     for ids, places, mine in zip(sequences, positions, ours, strict=True):
         params = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0}
         out = ray.get(
@@ -152,7 +152,8 @@ def _probes(trainer: Any, batch: KVBatchMeta | None) -> tuple[list[list[int]], l
         ids = [(7919 * i + 13) % size for i in range(64)]
         return [ids], [list(range(0, 63, 4))]
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids", "opsd_position"])
-    sequences, positions = [], []
+    sequences: list[list[int]] = []
+    positions: list[list[int]] = []
     for ids, position in zip(data["input_ids"].unbind(), data["opsd_position"].unbind(), strict=True):
         usable = position[position < PROBE_TOKENS - 1][:PROBE_POSITIONS].tolist()
         if usable and len(sequences) < PROBE_ROWS:

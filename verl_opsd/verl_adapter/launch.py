@@ -256,7 +256,7 @@ def meta(config: DictConfig, opsd: OpsdConfig) -> dict[str, Any]:
 
     from verl_opsd.cooperbench.identity import harness_identity
 
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
@@ -271,7 +271,9 @@ def meta(config: DictConfig, opsd: OpsdConfig) -> dict[str, Any]:
         "devices": devices or [f"cpu x {os.cpu_count()}"],
         "harness": harness_identity(),
         "opsd": dataclasses.asdict(opsd),
-        "config": OmegaConf.to_container(OmegaConf.masked_copy(config, [k for k in config if k != "hydra"]), resolve=False),
+        "config": OmegaConf.to_container(
+            OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"]), resolve=False
+        ),
     }
 
 

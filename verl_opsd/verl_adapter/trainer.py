@@ -220,7 +220,7 @@ class OpsdTrainer(PPOTrainerSync):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}")
         with temporary.open("wb") as f:
-            np.savez(f, **values)
+            np.savez(f, **values)  # type: ignore[arg-type]
         temporary.replace(path)
         self._means = {f"opsd/{k}/mean": float(v.mean()) for k, v in values.items() if v.size and np.isfinite(v).all()}
 
