@@ -22,6 +22,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from verl_opsd import paths
 from verl_opsd.cooperbench.base_tree import Source, commit_tree, extract_wheel_files, fetch, locked, pip, run_command
 from verl_opsd.cooperbench.dataset import tree_hash
 from verl_opsd.cooperbench.recipes import Recipe, recipe_for, render_runner
@@ -34,11 +35,6 @@ REPO_INSIDE = "/workspace/repo"
 _FORMAT = 1
 
 
-def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/verl_opsd``, by default ``~/.cache/verl_opsd``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_opsd"
-
-
 def prepare(task_dir: Path, source: str | None = None, cache_dir: Path | None = None) -> PreparedTask:
     """Prepares one task; what is already there for the same inputs is used again.
 
@@ -46,12 +42,12 @@ def prepare(task_dir: Path, source: str | None = None, cache_dir: Path | None = 
         task_dir: ``<dataset>/<repo>/task<N>``.
         source: where the base tree comes from (:class:`~verl_opsd.cooperbench.base_tree.Source`); by default the task's
             ``base/`` folder, or else its recipe's source.
-        cache_dir: by default :func:`default_cache_dir`.
+        cache_dir: by default :func:`verl_opsd.paths.cache_dir`.
 
     Raises:
         OpsdError: no source or runner is known, a download fails, or the environment holds the task's own package.
     """
-    task_dir, cache = Path(task_dir).absolute(), Path(cache_dir or default_cache_dir()).absolute()
+    task_dir, cache = Path(task_dir).absolute(), Path(cache_dir or paths.cache_dir()).absolute()
     repo, task_id = _name_of(task_dir)
     recipe = recipe_for(repo, task_id)
     chosen = _source(task_dir, source, recipe)
@@ -131,7 +127,7 @@ def _inputs_hash(task_dir: Path, source: Source, recipe: Recipe) -> str:
     inputs = {
         "format": _FORMAT,
         "task": tree_hash([task_dir]),
-        "source": str(source),
+        "source": "" if source.kind == "tree" else str(source),  # a tree is its content: checkouts may share a cache
         "tree": tree_hash([Path(source.location)]) if source.kind == "tree" else "",
         "recipe": asdict(recipe),
         "runner": _runner_text(task_dir, recipe),

@@ -54,7 +54,15 @@ def nested(rows: list[torch.Tensor]) -> torch.Tensor:
 
 @register_trainer("opsd")
 class OpsdTrainer(PPOTrainerSync):
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    A subclass that is registered with verl's ``register_trainer`` is chosen by ``trainer.v1.trainer_mode``.
+
+    Attributes:
+        worker_cls: the Ray worker of every role, :class:`OpsdWorker` or a subclass.
+    """
+
+    worker_cls: type[OpsdWorker] = OpsdWorker
 
     def __init__(self, config: Any):
         self.opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
@@ -74,11 +82,15 @@ class OpsdTrainer(PPOTrainerSync):
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
         for role in self.role_worker_mapping:
-            self.role_worker_mapping[role] = ray.remote(OpsdWorker)
+            self.role_worker_mapping[role] = ray.remote(self.worker_cls)
+
+    def make_loss(self) -> OpsdLoss:
+        """The loss that every worker trains with."""
+        return loss_of(self.opsd, lora=self.ref_in_actor)
 
     def on_init_end(self) -> None:
         """Sets the loss, runs the start-up checks, publishes and checks what was published."""
-        self.actor_rollout_wg.set_loss_fn(loss_of(self.opsd, lora=self.ref_in_actor))
+        self.actor_rollout_wg.set_loss_fn(self.make_loss())
         guards.startup_checks(self)
         super().on_init_end()
         guards.after_publish(self, batch=None)
