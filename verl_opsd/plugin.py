@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
-import os
 import sys
 import traceback
 import uuid
@@ -17,20 +16,10 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+from verl_opsd.paths import cache_dir
+
 SUPPORTED_VERL = "0.9.1"
 _HOOKS: dict[str, list[Callable[[ModuleType], None]]] = {}
-
-
-def conf_dir() -> Path:
-    """Folder of the Hydra config groups: inside the package in a wheel, beside it in a source checkout."""
-    here = Path(__file__).resolve().parent
-    installed = here / "hydra_conf"
-    return installed if installed.is_dir() else here.parent / "hydra_conf"
-
-
-def cache_dir() -> Path:
-    """Where prepared models and tasks are kept: ``OPSD_CACHE``, by default ``~/.cache/verl-opsd``."""
-    return Path(os.environ.get("OPSD_CACHE") or Path.home() / ".cache" / "verl-opsd")
 
 
 def register_resolvers() -> None:

@@ -131,9 +131,9 @@ def _dataset(args: argparse.Namespace) -> Path:
 
 
 def _cache(args: argparse.Namespace) -> Path:
-    from verl_opsd.cooperbench.prepare import default_cache_dir
+    from verl_opsd.paths import cache_dir
 
-    return args.cache_dir or default_cache_dir()
+    return args.cache_dir or cache_dir()
 
 
 def _selected(args: argparse.Namespace) -> list[Task]:

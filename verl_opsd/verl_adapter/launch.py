@@ -17,7 +17,7 @@ from verl_opsd.config import OpsdConfig
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
-from verl_opsd.plugin import cache_dir
+from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
 
 PACKAGES = ("verl-opsd", "verl", "torch", "transformers", "peft", "ray", "cooperbench", "TransferQueue", "vllm")
