@@ -22,13 +22,6 @@ SUPPORTED_VERL = "0.9.1"
 _HOOKS: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
-def conf_dir() -> Path:
-    """Folder of the Hydra config groups: inside the package in a wheel, beside it in a source checkout."""
-    here = Path(__file__).resolve().parent
-    installed = here / "hydra_conf"
-    return installed if installed.is_dir() else here.parent / "hydra_conf"
-
-
 def register_resolvers() -> None:
     """OmegaConf resolvers used by our configs.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -61,46 +62,33 @@ def _has_number(path: Path, prefix: str) -> bool:
     return path.is_dir() and path.name.removeprefix(prefix).isdecimal()
 
 
+#: One pair by its key (``PairTask.key``).
+_PAIR_KEY = re.compile(r"(?P<repo>[^/,]+)/task(?P<task>\d+)/f(?P<a>\d+)_f(?P<b>\d+)")
+
+
 def load_subset(name_or_path: str | Path, dataset_dir: Path = POCKET_DIR, *, split: str = "train") -> list[PairTask]:
-    """Pairs of a subset file, in its order; a task without ``pairs`` gives every pair of its features.
+    """Pairs of a subset, in its order; a task without ``pairs`` gives every pair of its features.
 
     Args:
-        name_or_path: name of a file in ``<dataset_dir>/subsets`` without ``.json``, or a path that ends in ``.json``.
+        name_or_path: name of a file in ``<dataset_dir>/subsets`` without ``.json``, a path that ends in ``.json``, or pairs by
+            their keys, separated by commas: ``repo/task7/f1_f2,repo/task7/f1_f3``.
         split: stored in each pair.
 
     Raises:
-        OpsdError: unknown subset (the known ones are listed), malformed file, a task or feature that the dataset lacks,
-            or the same pair twice.
+        OpsdError: unknown subset (the known ones are listed), malformed file, a task or feature that the dataset lacks, or
+            the same pair twice.
     """
     from verl_opsd.cooperbench.recipes import near_benchmark
 
     dataset_dir = Path(dataset_dir)
-    path = Path(name_or_path)
-    if path.suffix != ".json":
-        path = dataset_dir / "subsets" / f"{name_or_path}.json"
-    if not path.is_file():
-        known = sorted(p.stem for p in (dataset_dir / "subsets").glob("*.json"))
-        raise OpsdError(
-            f"subset {name_or_path}: {path} does not exist",
-            f"known subsets of {dataset_dir}: {', '.join(known) or 'none'}",
-            "give one of these names, or the path of a .json file",
-        )
-    try:
-        entries = json.loads(path.read_text())["tasks"]
-        wanted = [(str(e["repo"]), int(e["task_id"]), e.get("pairs")) for e in entries]
-    except (ValueError, KeyError, TypeError) as e:
-        raise OpsdError(
-            f"subset {path}: {type(e).__name__}: {e}",
-            'a subset is {"tasks": [{"repo": ..., "task_id": ..., "pairs": [[a, b], ...]}]}',
-            "correct the file",
-        ) from e
+    where, wanted = _entries(str(name_or_path), dataset_dir)
     known_tasks = {(task.repo, task.task_id): task for task in discover(dataset_dir)}
     pairs: list[PairTask] = []
     for repo, task_id, listed in wanted:
         task = known_tasks.get((repo, task_id))
         if task is None:
             raise OpsdError(
-                f"subset {path}: task {repo}/task{task_id} is not in {dataset_dir}",
+                f"subset {where}: task {repo}/task{task_id} is not in {dataset_dir}",
                 f"the dataset holds {', '.join(f'{r}/task{t}' for r, t in sorted(known_tasks))}",
                 "correct the subset, or point the dataset directory at the whole dataset",
             )
@@ -108,7 +96,7 @@ def load_subset(name_or_path: str | Path, dataset_dir: Path = POCKET_DIR, *, spl
             a, b = sorted(features) if len(features) == 2 else (0, 0)
             if a == b or not {a, b} <= set(task.features):
                 raise OpsdError(
-                    f"subset {path}: {repo}/task{task_id} pair {list(features)}",
+                    f"subset {where}: {repo}/task{task_id} pair {list(features)}",
                     f"a pair is two different features out of {list(task.features)}",
                     "correct the subset",
                 )
@@ -116,8 +104,31 @@ def load_subset(name_or_path: str | Path, dataset_dir: Path = POCKET_DIR, *, spl
     keys = [pair.key for pair in pairs]
     if len(set(keys)) != len(keys):
         twice = sorted({key for key in keys if keys.count(key) > 1})
-        raise OpsdError(f"subset {path}: {', '.join(twice)} twice", "a pair stands once in a subset", "drop the repetition")
+        raise OpsdError(f"subset {where}: {', '.join(twice)} twice", "a pair stands once in a subset", "drop the repetition")
     return pairs
+
+
+def _entries(name: str, dataset_dir: Path) -> tuple[str, list[tuple[str, int, list[list[int]] | None]]]:
+    """Where a subset stands, and its (repo, task id, pairs or None for all)."""
+    keys = [_PAIR_KEY.fullmatch(part.strip()) for part in name.split(",")]
+    if all(keys):
+        return name, [(k["repo"], int(k["task"]), [[int(k["a"]), int(k["b"])]]) for k in keys if k is not None]
+    path = Path(name) if name.endswith(".json") else dataset_dir / "subsets" / f"{name}.json"
+    if not path.is_file():
+        known = sorted(p.stem for p in (dataset_dir / "subsets").glob("*.json"))
+        raise OpsdError(
+            f"subset {name}: {path} does not exist",
+            f"known subsets of {dataset_dir}: {', '.join(known) or 'none'}",
+            "give one of these names, the path of a .json file, or pairs like repo/task7/f1_f2",
+        )
+    try:
+        return str(path), [(str(e["repo"]), int(e["task_id"]), e.get("pairs")) for e in json.loads(path.read_text())["tasks"]]
+    except (ValueError, KeyError, TypeError) as e:
+        raise OpsdError(
+            f"subset {path}: {type(e).__name__}: {e}",
+            'a subset is {"tasks": [{"repo": ..., "task_id": ..., "pairs": [[a, b], ...]}]}',
+            "correct the file",
+        ) from e
 
 
 def assert_disjoint(

@@ -22,12 +22,12 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from verl_opsd import paths
 from verl_opsd.cooperbench.base_tree import Source, commit_tree, extract_wheel_files, fetch, locked, pip, run_command
 from verl_opsd.cooperbench.dataset import tree_hash
 from verl_opsd.cooperbench.recipes import Recipe, recipe_for, render_runner
 from verl_opsd.cooperbench.types import PreparedTask
 from verl_opsd.errors import OpsdError
+from verl_opsd.paths import cache_dir as default_cache
 
 #: Where the tree lies in every sandbox.
 REPO_INSIDE = "/workspace/repo"
@@ -47,7 +47,7 @@ def prepare(task_dir: Path, source: str | None = None, cache_dir: Path | None = 
     Raises:
         OpsdError: no source or runner is known, a download fails, or the environment holds the task's own package.
     """
-    task_dir, cache = Path(task_dir).absolute(), Path(cache_dir or paths.cache_dir()).absolute()
+    task_dir, cache = Path(task_dir).absolute(), Path(cache_dir or default_cache()).absolute()
     repo, task_id = _name_of(task_dir)
     recipe = recipe_for(repo, task_id)
     chosen = _source(task_dir, source, recipe)

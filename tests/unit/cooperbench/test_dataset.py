@@ -127,3 +127,17 @@ def test_tree_hash_depends_on_names_contents_and_links_and_nothing_else(tmp_path
     assert len(hashes) == 5
     with pytest.raises(OpsdError, match="does not exist"):
         tree_hash([tmp_path / "none"])
+
+
+def test_pairs_by_key():
+    pairs = load_subset("pocket_ledger_task/task1/f2_f1,pocket_textkit_task/task0/f1_f3", split="eval")
+    assert [(p.key, p.split) for p in pairs] == [
+        ("pocket_ledger_task/task1/f1_f2", "eval"),
+        ("pocket_textkit_task/task0/f1_f3", "eval"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["pocket_ledger_task/task1/f1_f1", "pocket_ledger_task/task9/f1_f2", "nowhere/task1/f1"])
+def test_wrong_pair_keys_are_refused(name):
+    with pytest.raises(OpsdError, match="subset"):
+        load_subset(name)
