@@ -50,7 +50,9 @@ def pocket_pairs() -> str:
         for pair in load_subset(f"pocket_{split}", split=split):
             merge = gold_merge(pair, load_prepared(cache_dir(), pair.repo, pair.task_id))
             word = "conflict" if merge == "conflicts" else "merge clean"
-            lines.append(f"| {split} | {pair.repo}/task{pair.task_id} features {pair.features[0]}, {pair.features[1]} | {word} |")
+            lines.append(
+                f"| {split} | {pair.repo}/task{pair.task_id} features {pair.features[0]}, {pair.features[1]} | {word} |"
+            )
     return "\n".join(lines) + "\n"
 
 

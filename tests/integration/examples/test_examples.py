@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from verl_opsd.cli.main import main
 from verl_opsd.distill.head import HeadTask, LossPositionHead
 from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.signal import Signal
@@ -98,24 +99,33 @@ def test_examples_are_short(path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_all_examples_in_one_run(tmp_path: Path) -> None:
+def test_all_examples_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The modules are loaded in every process: a brief in the agent-loop worker, a divergence in the training worker, a
     worker class in its Ray actor, a trainer in verl's task runner."""
     run = tmp_path / "run"
     command = [
-        *(sys.executable, "-m", "verl.trainer.main_ppo", "+recipe=opd", f"hydra.run.dir={run}"),
+        *(str(ROOT / "recipes" / "opd" / "run.sh"), f"hydra.run.dir={run}"),
         *("opsd.brief.name=peer_spec+house_rules", "opsd.loss.divergence=jeffreys", "trainer.v1.trainer_mode=counting"),
         *("trainer.total_training_steps=1", "opsd.tasks.max_eval=1"),
     ]
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(EXAMPLES), os.environ.get("PYTHONPATH", "")])),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "VERL_USE_EXTERNAL_MODULES": ",".join(MODULES),
     }
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    log = tmp_path / "log.txt"
+    with log.open("w") as out:
+        done = subprocess.run(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, timeout=600)
+    assert done.returncode == 0, log.read_text()[-6000:]
     report = json.loads((run / "report.json").read_text())
     assert report["brief"]["name"] == "peer_spec+house_rules" and report["loss_spec"]["divergence"] == "jeffreys"
     seen = [
         gate for gate in map(json.loads, (run / "evidence.jsonl").read_text().splitlines()) if gate["gate"] == "tokens_seen"
     ]
     assert len(seen) == 1 and seen[0]["value"] > report["distillation"]["loss_positions"] > 0
+    assert main(["report", str(run)]) == 0 and "KL by quarter" in capsys.readouterr().out
+
+
+def test_doctor_finds_nothing_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor"])
+    assert code == 0, capsys.readouterr().out
