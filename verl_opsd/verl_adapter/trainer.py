@@ -60,6 +60,8 @@ def nested(rows: list[torch.Tensor]) -> torch.Tensor:
 class OpsdTrainer(PPOTrainerSync):
     """See the module's docstring."""
 
+    resource_pool_manager: ResourcePoolManager
+
     def __init__(self, config: Any):
         self.opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
         self.run_dir = RunDir.from_env()
@@ -80,8 +82,7 @@ class OpsdTrainer(PPOTrainerSync):
         for role in self.role_worker_mapping:
             self.role_worker_mapping[role] = ray.remote(OpsdWorker)
         if self.opsd.teacher.kind == "device":
-            manager: Any = self.resource_pool_manager
-            spec = manager.resource_pool_spec | {teacher.POOL: [1] * self.opsd.teacher.devices}
+            spec = self.resource_pool_manager.resource_pool_spec | {teacher.POOL: [1] * self.opsd.teacher.devices}
             self.resource_pool_manager = ResourcePoolManager(resource_pool_spec=spec, mapping=self.mapping)
 
     def on_init_end(self) -> None:
