@@ -125,7 +125,7 @@ def test_worker_that_comes_back_different_is_refused(path: str, tmp_path: Path) 
     pool = pool_of(path, tmp_path, 1)
     (tmp_path / "kill0-4").write_text("1")
     (tmp_path / "differs0").touch()
-    with pytest.raises(OpsdError, match="started again differs by 0.01"):
+    with pytest.raises(OpsdError, match=r"started again differs by 0\.01"):
         pool.score(rows_of(6))
 
 

@@ -141,3 +141,29 @@ def test_logits_that_are_not_hidden_times_weight_are_refused(tmp_path: Path, con
     model.save_pretrained(tmp_path / "odd")
     with pytest.raises(OpsdError, match="no scale, cap or bias"):
         DeviceTeacher(str(tmp_path / "odd"), dtype, "cpu", "odd")
+
+
+@pytest.mark.gpu
+def test_accelerator_against_the_host(path: Path, teacher: DeviceTeacher) -> None:
+    """fp32 as on the host; bf16 within its rounding, and the memory of a long view does not hold positions x vocabulary."""
+    ids = ids_of(3000, 8)
+    one = [a_pass(list(range(5)), ids, [0, 99, 1000, 2000, 2998])]
+    want = teacher.score(one).hidden_NH
+    assert want is not None
+    for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
+        on_device = DeviceTeacher(str(path), dtype, "cuda", "t")
+        assert on_device.weight_VH.is_cuda
+        got = on_device.score(one).hidden_NH
+        assert got is not None and got.device.type == "cpu" and got.dtype == dtype
+        error = float((got.float() - want).norm() / want.norm())
+        print(f"{dtype}: relative error {error:.2e}, head error {on_device.head_error:.2e}")
+        assert error < limit
+    long = a_pass([0], ids_of(16384, 9), [16000])
+    on_device.score([long])
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    on_device.score([long])
+    peak = torch.cuda.max_memory_allocated() - before
+    print(f"16,384 tokens: {peak / 2**20:.0f} MiB above the weights")
+    assert torch.cuda.memory_allocated() == before
+    assert peak < 16384 * 2048 * 2  # bytes of bf16 logits at this vocabulary: more than all that is live at once
