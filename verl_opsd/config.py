@@ -58,7 +58,7 @@ class TeacherConfig:
     kind: Literal["self", "device"] = "self"
     path: str | None = None
     devices: int = 1
-    dtype: str = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -236,6 +236,8 @@ def _contradictions(c: OpsdConfig) -> None:
 
     if c.teacher.kind == "device" and not c.teacher.path:
         refuse("opsd.teacher.kind=device without opsd.teacher.path", "a device teacher is another model", "name its path")
+    if c.teacher.devices < 1:
+        refuse(f"opsd.teacher.devices={c.teacher.devices}", "each teacher worker has one device", "use 1 or more")
     if c.teacher.kind == "self" and c.teacher.path:
         refuse(
             f"opsd.teacher.kind=self with opsd.teacher.path={c.teacher.path}",

@@ -26,7 +26,8 @@ def register_resolvers() -> None:
     """OmegaConf resolvers used by our configs.
 
     ``opsd_scale``: name of the scale that fits the hardware. ``opsd_student``: folder of an embedded student. ``opsd_slots``: device
-    slots of a run without accelerators, student ranks plus teacher workers. ``opsd_ray_tmp``: a new short directory for Ray's
+    slots of a run without accelerators, student ranks plus teacher workers. ``opsd_student_devices``: devices of a scale that teacher
+    workers leave to the student. ``opsd_ray_tmp``: a new short directory for Ray's
     session, removed after the run.
     """
     from omegaconf import OmegaConf
@@ -35,6 +36,9 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("opsd_student", _student_path, replace=True)
     OmegaConf.register_new_resolver(
         "opsd_slots", lambda n, kind, teacher: n + (teacher if kind == "device" else 0), replace=True
+    )
+    OmegaConf.register_new_resolver(
+        "opsd_student_devices", lambda n, kind, teacher: n - (teacher if kind == "device" else 0), replace=True
     )
     OmegaConf.register_new_resolver("opsd_ray_tmp", lambda: f"/tmp/opsd-ray-{uuid.uuid4().hex[:8]}", replace=True)
 

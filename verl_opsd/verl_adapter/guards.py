@@ -28,6 +28,45 @@ def startup_checks(trainer: Any) -> None:
     checks.require(found)
 
 
+def teacher_checks(trainer: Any) -> None:
+    """The device teacher at start-up: its logits are its hidden states under its weight, and its workers agree."""
+    teacher, run = trainer.teacher, trainer.run_dir
+    run.evidence("startup:teacher_head", teacher.head_error, teacher.tolerance, True, "of the largest logit")
+    run.require(
+        "startup:teacher_workers_agree",
+        teacher.spread,
+        teacher.tolerance,
+        teacher.spread <= teacher.tolerance,
+        "the teacher's workers give different hidden states for one sequence: devices, files or library versions differ",
+        f"{trainer.opsd.teacher.devices} workers",
+    )
+
+
+def teacher_control(trainer: Any, batch: KVBatchMeta) -> None:
+    """Before the first update: the device teacher against the student's base, through the path that trains.
+
+    Without the brief the divergence is the gap between the models: a gate when the teacher is the student's own model, which has
+    none. With the brief it is the pull. The rows carry the teacher's view again afterwards.
+    """
+    gates, run = trainer.opsd.gates, trainer.run_dir
+    trainer.score(batch, "own")
+    gap = _control(trainer, batch, "device", 0, "off")
+    detail = f"mean nats over {gap.size} loss positions, max {gap.max():.2e}"
+    if trainer.opsd.teacher.path == trainer.config.actor_rollout_ref.model.path:
+        run.require(
+            "device_identity",
+            float(gap.mean()),
+            gates.identity_max,
+            bool(gap.mean() <= gates.identity_max),
+            "a device teacher that is the student's model differs from the student's base: dtype, kernels, positions or head",
+            detail,
+        )
+    run.evidence("teacher_gap", float(gap.mean()), None, True, f"no brief; {detail}")
+    trainer.score(batch, "view")
+    pull = _control(trainer, batch, "device", 0, "off")
+    run.evidence("teacher_pull", float(pull.mean()), None, True, f"device teacher with brief, mean nats, max {pull.max():.2e}")
+
+
 def _control(trainer: Any, batch: KVBatchMeta, teacher: str, shift: int, adapters: str) -> np.ndarray:
     batch.extra_info |= {
         "opsd_control_teacher": teacher,

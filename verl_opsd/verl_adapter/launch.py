@@ -89,16 +89,27 @@ def _verl_contradictions(config: DictConfig, opsd: OpsdConfig) -> None:
             raise OpsdError(what, rule, way_out)
 
 
-def check_hardware(opsd: OpsdConfig) -> None:
-    """A scale that the hardware can't carry is refused before a device is touched."""
+def check_hardware(config: DictConfig, opsd: OpsdConfig) -> None:
+    """A scale that the hardware can't carry is refused before a device is touched.
+
+    Raises:
+        OpsdError: no device is left for the student, or student and teacher together need more than there are.
+    """
     import torch
 
     have = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    need = int(opsd.scale[3:]) if opsd.scale.startswith("gpu") else 0
+    student, teacher = config.trainer.n_gpus_per_node, opsd.teacher.devices if opsd.teacher.kind == "device" else 0
+    if student < 1:
+        raise OpsdError(
+            f"scale={opsd.scale} with {teacher} teacher devices leaves {student} for the student",
+            "each teacher worker and each student rank has a device of its own",
+            "take a larger scale, fewer opsd.teacher.devices, or teacher=self",
+        )
+    need = max(int(opsd.scale[3:]), student + teacher) if opsd.scale.startswith("gpu") else 0
     if have < need:
         raise OpsdError(
             f"scale={opsd.scale} on a host with {have} accelerators",
-            f"this scale needs {need}",
+            f"this scale needs {need}: {student} for the student, {teacher} for the teacher",
             "leave scale out (it is chosen from the hardware), or use a Ray cluster that has them (trainer.nnodes)",
         )
 
@@ -140,16 +151,16 @@ def check_model_path(path: str, where: str) -> None:
 
 
 def check_teacher(opsd: OpsdConfig, student_path: str) -> None:
-    """A teacher on its own device must read the student's ids: same vocabulary, same special tokens.
+    """A teacher on its own device must read the student's ids: same vocabulary, same special tokens, a context as long.
 
     Raises:
-        OpsdError: the tokenizers differ; the first differing entries are named.
+        OpsdError: the tokenizers differ (the first differing entries are named), or the models' vocabulary or context does.
     """
     if opsd.teacher.kind != "device":
         return
     assert opsd.teacher.path is not None
     check_model_path(opsd.teacher.path, "opsd.teacher.path")
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     ours, theirs = (AutoTokenizer.from_pretrained(p) for p in (student_path, opsd.teacher.path))
     a, b = ours.get_vocab(), theirs.get_vocab()
@@ -161,6 +172,14 @@ def check_teacher(opsd: OpsdConfig, student_path: str) -> None:
             f"opsd.teacher.path={opsd.teacher.path} has another tokenizer than the student ({len(different)} entries: {shown})",
             "the teacher re-scores the student's own token ids, so both must read them alike",
             "choose a teacher of the student's family",
+        )
+    student, teacher = (AutoConfig.from_pretrained(p).get_text_config() for p in (student_path, opsd.teacher.path))
+    context = getattr(teacher, "max_position_embeddings", None)
+    if student.vocab_size != teacher.vocab_size or (context is not None and context < opsd.contract.context_length):
+        raise OpsdError(
+            f"opsd.teacher.path={opsd.teacher.path} with {teacher.vocab_size} vocabulary rows and a context of {context} tokens",
+            f"the student has {student.vocab_size} rows, and opsd.contract.context_length={opsd.contract.context_length} tokens are scored",
+            "choose a teacher of the student's family, or lower the context length",
         )
 
 
@@ -283,7 +302,7 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
 
     opsd = parse(config)
     print(f"verl-opsd: recipe={opsd.recipe} scale={opsd.scale} run directory {run.path}", flush=True)
-    check_hardware(opsd)
+    check_hardware(config, opsd)
     require_sandbox(opsd.sandbox.backend, allow_unsafe=opsd.sandbox.allow_unsafe)
     model_path = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
     ensure_student(opsd, model_path)

@@ -7,7 +7,7 @@ and, when it is due, evaluates. Passes that distillation does not need (old log-
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import ray
@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.trainer.ppo.ray_trainer import ResourcePoolManager
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.metric import reduce_metrics
@@ -27,9 +28,11 @@ from verl_opsd.config import OpsdConfig
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.report import write_report
 from verl_opsd.rundir import RunDir
+from verl_opsd.teachers.base import Pass
 from verl_opsd.tokens.rows import FIELDS, padding_fields
-from verl_opsd.verl_adapter import corpus, guards
+from verl_opsd.verl_adapter import corpus, guards, teacher
 from verl_opsd.verl_adapter.engine import OpsdLoss
+from verl_opsd.verl_adapter.passes import own_passes, rows_of, view_passes
 from verl_opsd.verl_adapter.reduce import with_coefficients
 from verl_opsd.verl_adapter.worker import OpsdWorker
 
@@ -43,6 +46,7 @@ def loss_of(opsd: OpsdConfig, lora: bool) -> OpsdLoss:
         spec=opsd.loss.spec(),
         chunk=opsd.loss.chunk,
         reference="adapter_off" if lora else "initial",
+        teacher=opsd.teacher.kind,
         anchor=opsd.loss.anchor > 0,
     )
 
@@ -55,6 +59,8 @@ def nested(rows: list[torch.Tensor]) -> torch.Tensor:
 @register_trainer("opsd")
 class OpsdTrainer(PPOTrainerSync):
     """See the module's docstring."""
+
+    resource_pool_manager: ResourcePoolManager
 
     def __init__(self, config: Any):
         self.opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
@@ -75,9 +81,16 @@ class OpsdTrainer(PPOTrainerSync):
         super()._init_resource_pool_mgr()
         for role in self.role_worker_mapping:
             self.role_worker_mapping[role] = ray.remote(OpsdWorker)
+        if self.opsd.teacher.kind == "device":
+            spec = self.resource_pool_manager.resource_pool_spec | {teacher.POOL: [1] * self.opsd.teacher.devices}
+            self.resource_pool_manager = ResourcePoolManager(resource_pool_spec=spec, mapping=self.mapping)
 
     def on_init_end(self) -> None:
-        """Sets the loss, runs the start-up checks, publishes and checks what was published."""
+        """Starts the device teacher, sets the loss, runs the start-up checks, publishes and checks what was published."""
+        if self.opsd.teacher.kind == "device":
+            self.teacher = teacher.teacher_pool(self.opsd.teacher, self.resource_pool_manager.resource_pool_dict[teacher.POOL])
+            guards.teacher_checks(self)
+            self.actor_rollout_wg.opsd_set_teacher_head(self.teacher.name, self.teacher.head_weight())
         self.actor_rollout_wg.set_loss_fn(loss_of(self.opsd, lora=self.ref_in_actor))
         guards.startup_checks(self)
         super().on_init_end()
@@ -176,7 +189,28 @@ class OpsdTrainer(PPOTrainerSync):
 
     # ---- score and train ----------------------------------------------------------------------------------------------
 
+    def score(self, batch: KVBatchMeta, source: Literal["view", "own"]) -> KVBatchMeta:
+        """Puts the device teacher's hidden states at every loss position into the rows, as ``opsd_signal`` [N_r, H].
+
+        Args:
+            source: ``view``: the teacher's view; ``own``: the student's own ids.
+        """
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids", *FIELDS])
+        rows = rows_of(data)
+        by_row: list[list[Pass]] = [[] for _ in rows]
+        for p in view_passes(rows) if source == "view" else own_passes(rows):
+            by_row[p.row].append(p)
+        fields = TensorDict({"opsd_signal": nested(self.teacher.score(by_row))}, batch_size=len(batch))
+        scored: KVBatchMeta = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        scored.extra_info = batch.extra_info
+        return scored
+
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        if self.opsd.teacher.kind == "device":
+            self._stage_started = time.time()
+            batch = self.score(batch, "view")
+            metrics["opsd/teacher_restarts"] = self.teacher.restarts
+            self._finish_stage("score", restarts=self.teacher.restarts)
         actor = self.config.actor_rollout_ref.actor
         size = len(batch) // self._groups
         batch.extra_info.update(
@@ -192,6 +226,8 @@ class OpsdTrainer(PPOTrainerSync):
         )
         if not self._controlled:
             guards.identity_control(self, batch)
+            if self.opsd.teacher.kind == "device":
+                guards.teacher_control(self, batch)
             self._controlled = True
         output = self.actor_rollout_wg.update_actor(batch)["metrics"]
         self._save_telemetry(output)
