@@ -251,7 +251,7 @@ def write_data(run: RunDir, pairs: list[PairTask], name: str, repeat_to: int = 0
 
 
 def meta(config: DictConfig, opsd: OpsdConfig) -> dict[str, Any]:
-    """What this run used: versions, files, devices, seeds, the resolved config."""
+    """What this run used: versions, files, devices, seeds, temporary directories, the config."""
     import torch
 
     from verl_opsd.cooperbench.identity import harness_identity
@@ -270,6 +270,8 @@ def meta(config: DictConfig, opsd: OpsdConfig) -> dict[str, Any]:
         "versions": versions,
         "devices": devices or [f"cpu x {os.cpu_count()}"],
         "harness": harness_identity(),
+        "student": str(OmegaConf.select(config, "actor_rollout_ref.model.path")),
+        "temporary": {"run": os.environ["OPSD_TMP"], "ray": os.environ["OPSD_RAY_TMP"]},
         "opsd": dataclasses.asdict(opsd),
         "config": OmegaConf.to_container(
             OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"]), resolve=False
@@ -297,7 +299,6 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     write_data(run, train, "train", repeat_to=config.data.train_batch_size)
     write_data(run, evaluation, "val")
     write_json(run.path / "contract.json", contract.as_dict())
-    write_json(run.path / "meta.json", meta(config, opsd))
     print(
         f"verl-opsd: contract {contract.hash[:12]}, {len(train)} training pairs, {len(evaluation)} evaluation pairs", flush=True
     )
