@@ -159,4 +159,6 @@ def test_full_parameters_are_trained_against_the_initial_weights_and_published(j
     published = evidence(job.directory, "publish_kl")
     assert [f"version {v}," in g["detail"] for v, g in enumerate(published)] == [True, True]
     assert all(0 <= g["value"] <= g["threshold"] == 1e-6 for g in published)
-    assert evidence(job.directory, "adapter_non_zero") == []
+    (changed,) = evidence(job.directory, "weights_changed")
+    assert changed["value"] > 0 and len(evidence(job.directory, "full_bound")) == 2
+    assert evidence(job.directory, "adapter_non_zero") == evidence(job.directory, "adapter_bound") == []
