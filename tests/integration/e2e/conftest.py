@@ -7,10 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from job import Job, run_trainer
-
-#: Limits of the evaluation contract that keep a run short; runs that share a corpus share them.
-SHORT = ("opsd.contract.step_limit=2", "opsd.contract.max_tokens=32", "opsd.tasks.max_eval=1")
+from job import SHORT, Job, run_trainer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

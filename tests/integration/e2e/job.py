@@ -18,6 +18,8 @@ import numpy as np
 import psutil
 import pyarrow.parquet as pq
 
+#: Limits of the evaluation contract that keep a run short; runs that share a corpus share them.
+SHORT = ("opsd.contract.step_limit=2", "opsd.contract.max_tokens=32", "opsd.tasks.max_eval=1")
 SANDBOXES = Path("/run/opsd-sandbox")
 OURS_S, RAYS_S = 10.0, 90.0
 
@@ -26,20 +28,19 @@ OURS_S, RAYS_S = 10.0, 90.0
 class Watch:
     """Everything that belonged to a run while it ran: processes by identity, sandboxes by the process that owns them."""
 
-    root: psutil.Process
-    processes: set[psutil.Process] = field(default_factory=set)
+    processes: set[psutil.Process]
     sandboxes: dict[str, list[Path]] = field(default_factory=dict)
 
     def look(self) -> None:
         """Adds what is there now; a descendant stays known after its parent has ended."""
-        for known in [self.root, *self.processes]:
-            try:
-                self.processes |= {known, *known.children()}
-            except psutil.NoSuchProcess:
-                continue
-        pids = {p.pid for p in self.processes}
+        pids = {p.pid for p in self.processes if p.is_running()}
+        there = [(p.pid, p.info["ppid"], p) for p in psutil.process_iter(["ppid"])]
+        while new := [p for pid, parent, p in there if parent in pids and pid not in pids]:
+            self.processes.update(new)
+            pids |= {p.pid for p in new}
+        owners = {p.pid for p in self.processes}
         for path in SANDBOXES.glob("*-*-*-*"):
-            if int(path.name.split("-")[1]) in pids:
+            if int(path.name.split("-")[1]) in owners:
                 groups = path / "cgroups"
                 try:
                     lines = groups.read_text().split() if groups.exists() else []
@@ -122,10 +123,10 @@ def run_trainer(cwd: Path, *overrides: str, timeout_s: float = 900.0) -> Job:
             env={**os.environ, "WANDB_MODE": "offline"},
             start_new_session=True,
         )
-        watch, ended = Watch(psutil.Process(process.pid)), threading.Event()
+        watch, ended = Watch({psutil.Process(process.pid)}), threading.Event()
 
         def observe() -> None:
-            while not ended.wait(0.3):
+            while not ended.wait(0.5):
                 watch.look()
 
         observer = threading.Thread(target=observe)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import SHORT
-from job import Job, evidence, report, run_trainer, stages, table, telemetry
+from job import SHORT, Job, evidence, report, run_trainer, stages, table, telemetry
 
 #: Four episodes in two groups, twice.
 STEPS = ("opsd.loss.epochs=2", "opsd.loss.episodes_per_update=2")
