@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class OpsdCallback(Callback):
         """Refuses bad input and prepares the run."""
         from verl_opsd.verl_adapter.launch import meta, prepare_run
 
+        started = time.time()
         self._run = run = RunDir.from_env()
         try:
             if "verl_opsd.plugin" not in sys.modules:
@@ -53,7 +55,7 @@ class OpsdCallback(Callback):
         os.environ["OPSD_TMP"] = tempfile.mkdtemp(prefix="opsd-")
         os.environ["OPSD_DRIVER_PID"] = str(os.getpid())
         self._reaper = reaper.start([os.environ["OPSD_TMP"], os.environ["OPSD_RAY_TMP"]])
-        write_json(run.path / "meta.json", meta(config, opsd))
+        write_json(run.path / "meta.json", meta(config, opsd, started))
         import ray
 
         self._ray_was_up = ray.is_initialized()

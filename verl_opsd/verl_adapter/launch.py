@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +249,7 @@ def write_data(run: RunDir, pairs: list[PairTask], name: str, repeat_to: int = 0
     pandas.DataFrame(rows).to_parquet(path)
 
 
-def meta(config: DictConfig, opsd: OpsdConfig) -> dict[str, Any]:
+def meta(config: DictConfig, opsd: OpsdConfig, started: float) -> dict[str, Any]:
     """What this run used: versions, files, devices, seeds, temporary directories, the config."""
     import torch
 
@@ -265,7 +264,7 @@ def meta(config: DictConfig, opsd: OpsdConfig) -> dict[str, Any]:
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return {
         "argv": sys.argv,
-        "started": time.time(),
+        "started": started,
         "python": platform.python_version(),
         "versions": versions,
         "devices": devices or [f"cpu x {os.cpu_count()}"],
