@@ -17,7 +17,7 @@ POCKET = Path(verl_opsd.__file__).parent / "cooperbench" / "pocket"
 SUBMIT = {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}
 PUBLISH = {"command": 'git add -A && git commit -qm work && git push -q && gh pr create --title "work" --body "work"'}
 THOUGHT = "I look at the task before I run anything."
-QUESTION, ANSWER = "which file do you change?", "I change the first one, with \"quotes\" and 'more'"
+QUESTION, ANSWER = "which file do you change?", "I change the first one (by $10 at most)"
 TEXTKIT, INIFILE = ("pocket_textkit_task", 0), ("pocket_inifile_task", 1)
 
 
@@ -120,7 +120,7 @@ def test_messages_reach_the_peer_and_are_stored(job):
     found = episode(job, "train", (1, 2))
     assert [a["sent_messages"] for a in found["agents"]] == [1, 1]
     messages = {a: json.dumps(m) for a, m in json.loads(found["messages"]).items()}
-    assert QUESTION in messages["agent1"] and json.dumps(ANSWER)[1:-1] in messages["agent2"].replace("\\\\", "\\")
+    assert QUESTION in messages["agent1"] and ANSWER in messages["agent2"]
     assert QUESTION not in json.dumps(json.loads(episode(job, "train", (1, 3))["messages"]))
 
 
