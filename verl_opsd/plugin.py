@@ -170,7 +170,9 @@ def _register() -> None:
         import verl_opsd.verl_adapter.trainer  # noqa: F401
 
     def agent_loop(module: ModuleType) -> None:
-        import verl_opsd.verl_adapter.agent_loop  # noqa: F401
+        # by name: importing the class here would import it in the middle of the import of a module that it needs
+        target = "verl_opsd.verl_adapter.agent_loop.OpsdPairLoop"
+        module.agent_loop._agent_loop_registry["opsd_pair"] = {"_target_": target}
 
     after_import("verl.workers.rollout.base", rollout_base)
     after_import("verl.workers.rollout.replica", replica)

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from omegaconf import DictConfig
 
 from verl_opsd import reaper
 from verl_opsd.errors import OpsdError
-from verl_opsd.rundir import RunDir
+from verl_opsd.rundir import RunDir, write_json
 
 
 class OpsdCallback(Callback):
@@ -32,8 +33,9 @@ class OpsdCallback(Callback):
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuses bad input and prepares the run."""
-        from verl_opsd.verl_adapter.launch import prepare_run
+        from verl_opsd.verl_adapter.launch import meta, prepare_run
 
+        started = time.time()
         self._run = run = RunDir.from_env()
         try:
             if "verl_opsd.plugin" not in sys.modules:
@@ -42,7 +44,7 @@ class OpsdCallback(Callback):
                     "registrations happen through the entry point group `verl.plugins`",
                     "unset VERL_USE_EXTERNAL_PLUGINS and reinstall with `pip install .`",
                 )
-            prepare_run(config, run)
+            opsd = prepare_run(config, run)
         except OpsdError as e:
             print(f"error: {e}", file=sys.stderr, flush=True)
             raise SystemExit(2) from None
@@ -53,6 +55,7 @@ class OpsdCallback(Callback):
         os.environ["OPSD_TMP"] = tempfile.mkdtemp(prefix="opsd-")
         os.environ["OPSD_DRIVER_PID"] = str(os.getpid())
         self._reaper = reaper.start([os.environ["OPSD_TMP"], os.environ["OPSD_RAY_TMP"]])
+        write_json(run.path / "meta.json", meta(config, opsd, started))
         import ray
 
         self._ray_was_up = ray.is_initialized()

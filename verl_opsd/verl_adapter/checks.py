@@ -188,11 +188,13 @@ def logprobs(engine: OpsdEngine, sequences: Sequence[Sequence[int]], positions: 
 
 
 def adapter_stats(engine: OpsdEngine) -> dict[str, Any]:
-    """``tensors``: number of adapter tensors; ``dtypes``: theirs; ``max_abs_B``: largest entry of any lora_B, over ranks."""
+    """``tensors``: number of adapter tensors; ``dtypes``: theirs; ``max_abs_B``: largest entry of any lora_B, over ranks;
+    ``parameters``: number of all parameters, one for tied ones."""
     adapters = {k: p.detach() for k, p in engine.module.named_parameters() if "lora_" in k}
     shards = [p.to_local() if isinstance(p, DTensor) else p for k, p in adapters.items() if "lora_B" in k]
     largest = max((float(s.abs().max()) for s in shards if s.numel()), default=0.0)
     over_ranks = torch.tensor(largest, device=get_device_id())
     dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in adapters.values()})
-    return {"tensors": len(adapters), "dtypes": dtypes, "max_abs_B": float(over_ranks)}
+    parameters = sum(1 for _ in engine.module.parameters())
+    return {"tensors": len(adapters), "dtypes": dtypes, "max_abs_B": float(over_ranks), "parameters": parameters}

@@ -13,6 +13,7 @@ import torch
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
+from verl_opsd.rundir import RunDir
 from verl_opsd.verl_adapter import checks
 from verl_opsd.verl_adapter.agent_loop import OWN_BACKENDS
 
@@ -116,7 +117,7 @@ def identity_control(trainer: Any, batch: KVBatchMeta) -> None:
 def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:
     """Compares trained and published weights before any rollout uses them.
 
-    Every adapter tensor bound and, after an update, not zero; KL(trained || published), mean over probe positions, within
+    Every tensor bound; after an update the adapter is not zero, or without one some weight has changed; KL(trained || published), mean over probe positions, within
     ``gates.publish_kl_max``. With another rollout backend than ours the sampled tokens' log-probabilities are compared.
 
     Returns:
@@ -141,14 +142,7 @@ def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:
     for n, server in enumerate(servers):
         if trainer.config.actor_rollout_ref.rollout.name in OWN_BACKENDS:
             report = ray.get(server.adapter_report.remote(), timeout=120)
-            run.require(
-                "adapter_bound",
-                report["bound"],
-                stats["tensors"],
-                report["bound"] == stats["tensors"] and not report["missing"] and not report["unexpected"],
-                "the rollout server did not bind every published tensor",
-                f"server {n}: {report}",
-            )
+            _require_bound(run, report, stats, n, trained)
             theirs = ray.get(server.score_logprobs.remote(sequences, positions), timeout=600)
             kl = float(np.mean(np.concatenate([kl_rows(a, b) for a, b in zip(ours, theirs, strict=True)])))
         else:
@@ -163,6 +157,31 @@ def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:
         )
         worst = max(worst, kl)
     return worst
+
+
+def _require_bound(run: RunDir, report: dict[str, Any], stats: dict[str, Any], n: int, trained: bool) -> None:
+    """Every tensor of the adapter, or of the whole model without one, has its place in server ``n``."""
+    kind, tensors = ("adapter", stats["tensors"]) if stats["tensors"] else ("full", stats["parameters"])
+    whole = report["kind"] == kind and not report["missing"] and not report["unexpected"]
+    # tied weights are one parameter and may arrive under each of their names
+    enough = report["bound"] == tensors if kind == "adapter" else report["bound"] >= tensors
+    run.require(
+        f"{kind}_bound",
+        report["bound"],
+        tensors,
+        whole and enough,
+        "the rollout server did not bind every published tensor",
+        f"server {n}: {report}",
+    )
+    if trained and kind == "full":
+        run.require(
+            "weights_changed",
+            report["changed"],
+            0,
+            report["changed"] > 0,
+            "the update left every weight as it was: learning rate, coefficients or gradient flow",
+            f"server {n}, {report['bound']} tensors",
+        )
 
 
 def kl_rows(p_PV: np.ndarray, q_PV: np.ndarray) -> np.ndarray:

@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -269,8 +268,8 @@ def write_data(run: RunDir, pairs: list[PairTask], name: str, repeat_to: int = 0
     pandas.DataFrame(rows).to_parquet(path)
 
 
-def meta(config: DictConfig, opsd: OpsdConfig) -> dict[str, Any]:
-    """What this run used: versions, files, devices, seeds, the resolved config."""
+def meta(config: DictConfig, opsd: OpsdConfig, started: float) -> dict[str, Any]:
+    """What this run used: versions, files, devices, seeds, temporary directories, the config."""
     import torch
 
     from verl_opsd.cooperbench.identity import harness_identity
@@ -284,11 +283,13 @@ def meta(config: DictConfig, opsd: OpsdConfig) -> dict[str, Any]:
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return {
         "argv": sys.argv,
-        "started": time.time(),
+        "started": started,
         "python": platform.python_version(),
         "versions": versions,
         "devices": devices or [f"cpu x {os.cpu_count()}"],
         "harness": harness_identity(),
+        "student": str(OmegaConf.select(config, "actor_rollout_ref.model.path")),
+        "temporary": {"run": os.environ["OPSD_TMP"], "ray": os.environ["OPSD_RAY_TMP"]},
         "opsd": dataclasses.asdict(opsd),
         "config": OmegaConf.to_container(
             OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"]), resolve=False
@@ -316,7 +317,6 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     write_data(run, train, "train", repeat_to=config.data.train_batch_size)
     write_data(run, evaluation, "val")
     write_json(run.path / "contract.json", contract.as_dict())
-    write_json(run.path / "meta.json", meta(config, opsd))
     print(
         f"verl-opsd: contract {contract.hash[:12]}, {len(train)} training pairs, {len(evaluation)} evaluation pairs", flush=True
     )

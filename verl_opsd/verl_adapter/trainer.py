@@ -98,6 +98,8 @@ class OpsdTrainer(PPOTrainerSync):
 
     def fit(self, agent_loop_manager: Any) -> None:
         """Trains, then writes the report; also when only evaluation was asked for."""
+        with self.run_dir.stage(0, "start", started=self.run_dir.started()):
+            pass  # it ends here: workers run, models are loaded, start-up checks have passed
         super().fit(agent_loop_manager)
         write_report(self.run_dir, self.opsd)
 
