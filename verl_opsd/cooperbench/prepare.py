@@ -127,7 +127,7 @@ def _inputs_hash(task_dir: Path, source: Source, recipe: Recipe) -> str:
     inputs = {
         "format": _FORMAT,
         "task": tree_hash([task_dir]),
-        "source": str(source),
+        "source": "" if source.kind == "tree" else str(source),  # a tree is its content: checkouts may share a cache
         "tree": tree_hash([Path(source.location)]) if source.kind == "tree" else "",
         "recipe": asdict(recipe),
         "runner": _runner_text(task_dir, recipe),

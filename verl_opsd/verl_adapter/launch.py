@@ -55,10 +55,10 @@ def _verl_contradictions(config: DictConfig, opsd: OpsdConfig) -> None:
         (actor.strategy != "fsdp2", f"actor.strategy={actor.strategy}", "the engine runs under FSDP2 only", "set it to fsdp2"),
         (model.lora.merge, "model.lora.merge=true", "a bf16 merge loses almost all of a small update", "set it to false"),
         (
-            config.trainer.v1.trainer_mode != "opsd",
+            not _is_opsd_trainer(config.trainer.v1.trainer_mode),
             f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode}",
-            "a recipe of this project runs its own trainer",
-            "leave the key out",
+            "a recipe of this project runs OpsdTrainer, or a registered subclass of it",
+            "leave the key out, or name the module that registers the subclass in VERL_USE_EXTERNAL_MODULES",
         ),
         (
             bool(config.distillation.enabled),
@@ -86,6 +86,26 @@ def _verl_contradictions(config: DictConfig, opsd: OpsdConfig) -> None:
     for broken, what, rule, way_out in rules:
         if broken:
             raise OpsdError(what, rule, way_out)
+
+
+def _is_opsd_trainer(mode: str) -> bool:
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    from verl_opsd.verl_adapter.trainer import OpsdTrainer
+
+    return issubclass(TRAINER_REGISTRY.get(mode, object), OpsdTrainer)
+
+
+def check_briefs(opsd: OpsdConfig, pairs: list[PairTask]) -> None:
+    """Makes every agent's brief once, so that an unknown or forbidden one stops here and not in the first episode.
+
+    Raises:
+        OpsdError: see :func:`verl_opsd.privilege.briefs.make_brief`.
+    """
+    from verl_opsd.verl_adapter.agent_loop import briefs_for
+
+    for pair in pairs:
+        briefs_for(opsd, pair)
 
 
 def check_hardware(config: DictConfig, opsd: OpsdConfig) -> None:
@@ -309,6 +329,7 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     ensure_student(opsd, model_path)
     check_teacher(opsd, model_path)
     train, evaluation = load_pairs(opsd)
+    check_briefs(opsd, train + evaluation)
     contract = freeze_contract(opsd, train + evaluation, model_path)
     if opsd.mode == "offline":
         from verl_opsd.verl_adapter.corpus import check_corpus

@@ -58,7 +58,15 @@ def nested(rows: list[torch.Tensor]) -> torch.Tensor:
 
 @register_trainer("opsd")
 class OpsdTrainer(PPOTrainerSync):
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    A subclass that is registered with verl's ``register_trainer`` is chosen by ``trainer.v1.trainer_mode``.
+
+    Attributes:
+        worker_cls: the Ray worker of every role, :class:`OpsdWorker` or a subclass.
+    """
+
+    worker_cls: type[OpsdWorker] = OpsdWorker
 
     resource_pool_manager: ResourcePoolManager
 
@@ -80,10 +88,14 @@ class OpsdTrainer(PPOTrainerSync):
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
         for role in self.role_worker_mapping:
-            self.role_worker_mapping[role] = ray.remote(OpsdWorker)
+            self.role_worker_mapping[role] = ray.remote(self.worker_cls)
         if self.opsd.teacher.kind == "device":
             spec = self.resource_pool_manager.resource_pool_spec | {teacher.POOL: [1] * self.opsd.teacher.devices}
             self.resource_pool_manager = ResourcePoolManager(resource_pool_spec=spec, mapping=self.mapping)
+
+    def make_loss(self) -> OpsdLoss:
+        """The loss that every worker trains with."""
+        return loss_of(self.opsd, lora=self.ref_in_actor)
 
     def on_init_end(self) -> None:
         """Starts the device teacher, sets the loss, runs the start-up checks, publishes and checks what was published."""
@@ -91,7 +103,7 @@ class OpsdTrainer(PPOTrainerSync):
             self.teacher = teacher.teacher_pool(self.opsd.teacher, self.resource_pool_manager.resource_pool_dict[teacher.POOL])
             guards.teacher_checks(self)
             self.actor_rollout_wg.opsd_set_teacher_head(self.teacher.name, self.teacher.head_weight())
-        self.actor_rollout_wg.set_loss_fn(loss_of(self.opsd, lora=self.ref_in_actor))
+        self.actor_rollout_wg.set_loss_fn(self.make_loss())
         guards.startup_checks(self)
         super().on_init_end()
         guards.after_publish(self, batch=None)
