@@ -56,7 +56,9 @@ def test_one_round_trains_publishes_the_adapter_and_evaluates(tmp_path):
 @pytest.mark.e2e
 def test_a_server_that_keeps_the_old_adapter_stops_the_run(tmp_path):
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    done, gates = one_round(tmp_path / "run", PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="never_publish")
+    done, gates = one_round(
+        tmp_path / "run", PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="never_publish", NEVER_PUBLISH_FROM="1"
+    )
     assert done.returncode != 0
     before, after = gates["publish_kl"]
     assert before["verdict"] == "pass" and after["verdict"] == "fail"
