@@ -54,8 +54,8 @@ def parse(config: DictConfig) -> OpsdConfig:
             "`+recipe=` must be resolved as a config group, or verl's defaults would run instead",
             "install with `pip install .`, or `pip install -e . --config-settings editable_mode=compat`",
         )
-    missing = [k for k in config if OmegaConf.is_missing(config, k)]
-    missing += [f"opsd.{k}" for k in sorted(OmegaConf.missing_keys(config.opsd))]
+    missing = [str(k) for k in config if OmegaConf.is_missing(config, k)]  # first: keys of the section refer to them
+    missing = missing or [f"opsd.{k}" for k in sorted(OmegaConf.missing_keys(config.opsd))]
     if missing:
         raise OpsdError(f"{', '.join(missing)} not set", "there is no default", "give KEY=VALUE on the command line")
     check_keys(config)

@@ -62,7 +62,9 @@ def test_kill_9_resume_and_a_masked_episode(job: Callable[..., Job]):
     assert report["eval"]["episodes"]["ran"] == 1
     assert len(report["loss_by_round"]) == 2 and len(report["distillation"]["kl_by_round"]) == 2
     names = sorted(p.name for p in (second.run / "stages").iterdir())
-    assert names == sorted([f"{n:04d}-{s}.json" for n in (1, 2) for s in ("collect", "train", "publish")] + ["0002-evaluate.json"])
+    assert names == sorted(
+        [f"{n:04d}-{s}.json" for n in (1, 2) for s in ("collect", "train", "publish")] + ["0002-evaluate.json"]
+    )
     moved = second.run / "interrupted" / "0"
     assert [p.name for p in (moved / "episodes").iterdir()] == ["train-00002-00001-0"]
     lines = [json.loads(line) for line in (second.run / "evidence.jsonl").read_text().splitlines()]

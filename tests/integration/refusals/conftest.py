@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from verl_opsd.cooperbench.sandbox.host import STATE_ROOT
 
 def leavings() -> set[str]:
     """What a run of this process could leave on the host: temporary directories, sandboxes, child processes."""
-    here = {str(p) for p in Path("/tmp").glob("opsd-*")}
+    here = {str(p) for p in Path(tempfile.gettempdir()).iterdir()}
     if STATE_ROOT.is_dir():
         here |= {str(p) for p in STATE_ROOT.glob(f"*-{os.getpid()}-*")}
     return here | {f"process {p.pid}" for p in psutil.Process().children(recursive=True)}
@@ -28,6 +29,8 @@ def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ob
     from hydra import compose as hydra_compose
     from hydra import initialize_config_module
 
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("OPSD_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("OPSD_RAY_TMP", str(tmp_path / "ray"))
 

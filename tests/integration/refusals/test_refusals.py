@@ -39,7 +39,8 @@ def test_unknown_key_is_named(refused, overrides, words):
 
 
 @pytest.mark.parametrize(
-    "override", ["opsd.loss.anchr=1", "opsd.lossy.anchor=1", "trainer.total_trainin_steps=3", "actor_rollout_ref.actr.strategy=x"]
+    "override",
+    ["opsd.loss.anchr=1", "opsd.lossy.anchor=1", "trainer.total_trainin_steps=3", "actor_rollout_ref.actr.strategy=x"],
 )
 def test_misspelt_key_without_plus_is_refused_by_hydra(compose, override):
     with pytest.raises(ConfigCompositionException, match=override.split("=")[0]):
