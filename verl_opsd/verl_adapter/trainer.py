@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,8 @@ class OpsdTrainer(PPOTrainerSync):
         self._groups = 1
         self._stage_started = 0.0
         self._controlled = False
+        self._collecting = False
+        self._evaluation_due = False
         super().__init__(config)
 
     # ---- set-up -------------------------------------------------------------------------------------------------------
@@ -149,19 +153,32 @@ class OpsdTrainer(PPOTrainerSync):
 
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> KVBatchMeta:
         size = corpus.size(self.opsd) if self.opsd.mode == "offline" else sample_batch_size
-        try:
+        with self._naming_faults("train"):
             return super()._step_once(metrics, timing_raw, size)
-        except (RuntimeError, ray.exceptions.RayError) as error:
-            outcomes = self._outcomes("train")
-            if self.opsd.mode == "offline" or set(outcomes) <= {"scored"}:
-                raise
-            raise faults_of_round(self.global_steps, outcomes, self.run_dir) from error
+
+    def on_sample_begin(self) -> None:
+        super().on_sample_begin()
+        self._collecting = self.opsd.mode != "offline"
 
     def on_sample_end(self) -> None:
         super().on_sample_end()
-        if self.opsd.mode != "offline":
+        if self._collecting:
             self._require_recorded("train", self.config.data.train_batch_size)
+        self._collecting = False
         self._finish_stage("collect")
+
+    @contextmanager
+    def _naming_faults(self, split: str) -> Iterator[None]:
+        """Errors of collecting episodes, after infrastructure faults, as one error that counts them."""
+        try:
+            yield
+        except OpsdError:
+            raise
+        except Exception as error:
+            outcomes = self._outcomes(split) if self._collecting else {}
+            if set(outcomes) <= {"scored"}:
+                raise
+            raise faults_of_round(self.global_steps, outcomes, self.run_dir) from error
 
     def _outcomes(self, split: str) -> dict[str, int]:
         """How this round's stored episodes of a split ended."""
@@ -309,8 +326,11 @@ class OpsdTrainer(PPOTrainerSync):
         self._finish_stage("publish", kl=kl, version=self.global_steps)
 
     def _validate(self) -> dict[str, float]:
-        self._stage_started = time.time()
-        result = super()._validate()
+        self._stage_started, self._collecting = time.time(), True
+        with self._naming_faults("eval"):
+            result = super()._validate()
+        self._collecting = False
+        self._require_recorded("eval", len(self.val_dataset))
         self._finish_stage("evaluate")
         return result
 
