@@ -13,21 +13,40 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_opsd import resume
 from verl_opsd.config import OpsdConfig
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
 from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
+from verl_opsd.verl_adapter.keys import check_keys
 
 PACKAGES = ("verl-opsd", "verl", "torch", "transformers", "peft", "ray", "cooperbench", "TransferQueue", "vllm")
+
+
+def require_plugin() -> None:
+    """verl loads this plugin, in this process and in Ray's.
+
+    Raises:
+        OpsdError: verl's plugin policy leaves it out, or the entry point is not installed.
+    """
+    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip()
+    installed = {e.name for e in importlib.metadata.entry_points(group="verl.plugins") if e.value == "verl_opsd.plugin"}
+    wanted = installed if policy.lower() == "auto" else installed & {name.strip() for name in policy.lower().split(",")}
+    if not wanted or "verl_opsd.plugin" not in sys.modules:
+        raise OpsdError(
+            f"verl does not load the verl-opsd plugin (VERL_USE_EXTERNAL_PLUGINS={policy}, installed {sorted(installed)})",
+            "a recipe's trainer, workers and rollout servers are registered through the entry point group `verl.plugins`",
+            "unset VERL_USE_EXTERNAL_PLUGINS or add opsd to it; if nothing is installed, `pip install .`",
+        )
 
 
 def parse(config: DictConfig) -> OpsdConfig:
     """The `opsd` section, validated; verl's own keys that contradict it are refused.
 
     Raises:
-        OpsdError: see :meth:`OpsdConfig.parse`, and every contradiction between verl's keys and ours.
+        OpsdError: see :meth:`OpsdConfig.parse`, a key that nothing reads, and every contradiction between verl's keys and ours.
     """
     if not isinstance(config.get("recipe", None), (type(None), DictConfig)) or "opsd" not in config:
         raise OpsdError(
@@ -35,6 +54,11 @@ def parse(config: DictConfig) -> OpsdConfig:
             "`+recipe=` must be resolved as a config group, or verl's defaults would run instead",
             "install with `pip install .`, or `pip install -e . --config-settings editable_mode=compat`",
         )
+    missing = [str(k) for k in config if OmegaConf.is_missing(config, k)]  # first: keys of the section refer to them
+    missing = missing or [f"opsd.{k}" for k in sorted(OmegaConf.missing_keys(config.opsd))]
+    if missing:
+        raise OpsdError(f"{', '.join(missing)} not set", "there is no default", "give KEY=VALUE on the command line")
+    check_keys(config)
     opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
     _verl_contradictions(config, opsd)
     return opsd
@@ -351,6 +375,7 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
         from verl_opsd.verl_adapter.corpus import check_corpus
 
         check_corpus(opsd, contract)
+    resume.check(run, contract)
     write_data(run, train, "train", repeat_to=config.data.train_batch_size)
     write_data(run, evaluation, "val")
     write_json(run.path / "contract.json", contract.as_dict())

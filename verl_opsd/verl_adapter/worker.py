@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_opsd.errors import OpsdError
-from verl_opsd.verl_adapter import checks
+from verl_opsd.verl_adapter import checks, export
 from verl_opsd.verl_adapter.engine import OpsdEngine
 from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged
@@ -138,6 +139,11 @@ class OpsdTrainingWorker(TrainingWorker):
         with self.engine.eval_mode():
             return checks.logprobs(self._opsd_engine(), sequences, positions)
 
+    def export_adapter(self, folder: str) -> None:
+        """See :meth:`OpsdWorker.opsd_export_adapter`."""
+        with self.engine.eval_mode():
+            export.export_adapter(self._opsd_engine(), Path(folder))
+
     def adapter_stats(self) -> dict[str, Any]:
         """See :meth:`OpsdWorker.opsd_adapter_stats`."""
         return checks.adapter_stats(self._opsd_engine())
@@ -190,3 +196,8 @@ class OpsdWorker(ActorRolloutRefWorker):
     def opsd_adapter_stats(self) -> dict[str, Any]:
         """Number, dtypes and largest lora_B entry of the adapter tensors (``checks.adapter_stats``)."""
         return self.actor.adapter_stats()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
+    def opsd_export_adapter(self, folder: str) -> None:
+        """Writes the trained adapter in PEFT's layout (``export.export_adapter``); rank 0 writes."""
+        self.actor.export_adapter(folder)

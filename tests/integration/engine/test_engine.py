@@ -29,6 +29,7 @@ BOTH = (
     "nonfinite",
     "worker",
     "remote",
+    "export",
 )
 CASES = {
     1: (
@@ -368,3 +369,11 @@ def test_remote_methods(measured: Any, world: int) -> None:
     assert found["identity"]["max"] <= 1e-6 and found["shifted"]["mean"] > 1e-2
     assert "opsd_control_teacher" in found["unnamed"]
     assert found["logprobs"] == [[[2, 384]], *[[]] * (world - 1)]
+
+
+@each_world
+def test_peft_loads_the_exported_adapter(measured: Any, world: int) -> None:
+    c = measured(world, "export")
+    assert c["files"] == ["adapter_config.json", "adapter_model.safetensors"] and c["beside"] == ["adapter"]
+    assert c["dtypes"] == ["torch.float32"] and c["base"]
+    assert c["moved"] > 1e-2 and c["gap"] < 1e-5
