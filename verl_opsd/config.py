@@ -58,7 +58,7 @@ class TeacherConfig:
     kind: Literal["self", "device"] = "self"
     path: str | None = None
     devices: int = 1
-    dtype: str = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,13 @@ class ClassWeights:
 
 @dataclass(frozen=True)
 class GatesConfig:
-    """Thresholds written down before the run; all fail closed. Divergences in nats a token, means over loss positions."""
+    """Thresholds written down before the run; all fail closed. Divergences in nats a token, means over loss positions;
+    ``publish_follow_min`` is a share of 1, for rollout servers of verl's."""
 
     identity_max: float = 1e-6
     shifted_min: float = 1e-3
     publish_kl_max: float = 1e-6
+    publish_follow_min: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,8 @@ def _contradictions(c: OpsdConfig) -> None:
 
     if c.teacher.kind == "device" and not c.teacher.path:
         refuse("opsd.teacher.kind=device without opsd.teacher.path", "a device teacher is another model", "name its path")
+    if c.teacher.devices < 1:
+        refuse(f"opsd.teacher.devices={c.teacher.devices}", "each teacher worker has one device", "use 1 or more")
     if c.teacher.kind == "self" and c.teacher.path:
         refuse(
             f"opsd.teacher.kind=self with opsd.teacher.path={c.teacher.path}",

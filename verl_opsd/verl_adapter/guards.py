@@ -5,6 +5,8 @@ Thresholds come from ``opsd.gates``; every verdict is appended to ``evidence.jso
 
 from __future__ import annotations
 
+import uuid
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,24 @@ import torch
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
+from verl_opsd.errors import OpsdError
+from verl_opsd.rundir import RunDir
 from verl_opsd.verl_adapter import checks
 from verl_opsd.verl_adapter.agent_loop import OWN_BACKENDS
 
 #: Of the publish guard: rows, tokens of a row's prefix, and positions of a row that are compared.
 PROBE_ROWS, PROBE_TOKENS, PROBE_POSITIONS = 2, 2048, 16
+#: Tokens of the fixed probe on which another server is followed from version to version, and the standard error of its share
+#: of a move up to which the share counts as measured: a share of 0 and one of 1 are then 8 standard errors apart.
+FOLLOW_TOKENS, FOLLOW_ERROR = 257, 0.125
+
+
+@dataclass
+class Followed:
+    """Log-probabilities of the fixed probe's tokens when a server was last seen to follow; nats, one array a server."""
+
+    ours: np.ndarray
+    theirs: list[np.ndarray] = field(default_factory=list)
 
 
 def startup_checks(trainer: Any) -> None:
@@ -26,6 +41,45 @@ def startup_checks(trainer: Any) -> None:
     for c in found:
         trainer.run_dir.evidence(f"startup:{c['name']}", c["value"], c["threshold"], c["passed"] or not c["fatal"], c["note"])
     checks.require(found)
+
+
+def teacher_checks(trainer: Any) -> None:
+    """The device teacher at start-up: its logits are its hidden states under its weight, and its workers agree."""
+    teacher, run = trainer.teacher, trainer.run_dir
+    run.evidence("startup:teacher_head", teacher.head_error, teacher.tolerance, True, "of the largest logit")
+    run.require(
+        "startup:teacher_workers_agree",
+        teacher.spread,
+        teacher.tolerance,
+        teacher.spread <= teacher.tolerance,
+        "the teacher's workers give different hidden states for one sequence: devices, files or library versions differ",
+        f"{trainer.opsd.teacher.devices} workers",
+    )
+
+
+def teacher_control(trainer: Any, batch: KVBatchMeta) -> None:
+    """Before the first update: the device teacher against the student's base, through the path that trains.
+
+    Without the brief the divergence is the gap between the models: a gate when the teacher is the student's own model, which has
+    none. With the brief it is the pull. The rows carry the teacher's view again afterwards.
+    """
+    gates, run = trainer.opsd.gates, trainer.run_dir
+    trainer.score(batch, "own")
+    gap = _control(trainer, batch, "device", 0, "off")
+    detail = f"mean nats over {gap.size} loss positions, max {gap.max():.2e}"
+    if trainer.opsd.teacher.path == trainer.config.actor_rollout_ref.model.path:
+        run.require(
+            "device_identity",
+            float(gap.mean()),
+            gates.identity_max,
+            bool(gap.mean() <= gates.identity_max),
+            "a device teacher that is the student's model differs from the student's base: dtype, kernels, positions or head",
+            detail,
+        )
+    run.evidence("teacher_gap", float(gap.mean()), None, True, f"no brief; {detail}")
+    trainer.score(batch, "view")
+    pull = _control(trainer, batch, "device", 0, "off")
+    run.evidence("teacher_pull", float(pull.mean()), None, True, f"device teacher with brief, mean nats, max {pull.max():.2e}")
 
 
 def _control(trainer: Any, batch: KVBatchMeta, teacher: str, shift: int, adapters: str) -> np.ndarray:
@@ -77,8 +131,10 @@ def identity_control(trainer: Any, batch: KVBatchMeta) -> None:
 def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:
     """Compares trained and published weights before any rollout uses them.
 
-    Every adapter tensor bound and, after an update, not zero; KL(trained || published), mean over probe positions, within
-    ``gates.publish_kl_max``. With another rollout backend than ours the sampled tokens' log-probabilities are compared.
+    Every tensor bound; after an update the adapter is not zero, or without one some weight has changed; KL(trained || published), mean over probe positions, within
+    ``gates.publish_kl_max``. Other servers than ours give the log-probabilities of given tokens only: the second-order estimate of
+    the same divergence is bounded, and the share of the trained weights' move that the server made must be at least
+    ``gates.publish_follow_min`` (:func:`_require_followed`).
 
     Returns:
         The divergence in nats.
@@ -98,18 +154,12 @@ def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:
     sequences, positions = _probes(trainer, batch)
     ours = trainer.actor_rollout_wg.opsd_logprobs(sequences, positions)[0]
     servers = [r._server_handle for r in trainer.llm_server_manager.get_replicas()]
+    own = trainer.config.actor_rollout_ref.rollout.name in OWN_BACKENDS
     worst = 0.0
     for n, server in enumerate(servers):
-        if trainer.config.actor_rollout_ref.rollout.name in OWN_BACKENDS:
+        if own:
             report = ray.get(server.adapter_report.remote(), timeout=120)
-            run.require(
-                "adapter_bound",
-                report["bound"],
-                stats["tensors"],
-                report["bound"] == stats["tensors"] and not report["missing"] and not report["unexpected"],
-                "the rollout server did not bind every published tensor",
-                f"server {n}: {report}",
-            )
+            _require_bound(run, report, stats, n, trained)
             theirs = ray.get(server.score_logprobs.remote(sequences, positions), timeout=600)
             kl = float(np.mean(np.concatenate([kl_rows(a, b) for a, b in zip(ours, theirs, strict=True)])))
         else:
@@ -123,7 +173,34 @@ def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:
             f"server {n}, version {trainer.global_steps}, {sum(map(len, positions))} positions",
         )
         worst = max(worst, kl)
+    if not own:
+        _require_followed(trainer, servers)
     return worst
+
+
+def _require_bound(run: RunDir, report: dict[str, Any], stats: dict[str, Any], n: int, trained: bool) -> None:
+    """Every tensor of the adapter, or of the whole model without one, has its place in server ``n``."""
+    kind, tensors = ("adapter", stats["tensors"]) if stats["tensors"] else ("full", stats["parameters"])
+    whole = report["kind"] == kind and not report["missing"] and not report["unexpected"]
+    # tied weights are one parameter and may arrive under each of their names
+    enough = report["bound"] == tensors if kind == "adapter" else report["bound"] >= tensors
+    run.require(
+        f"{kind}_bound",
+        report["bound"],
+        tensors,
+        whole and enough,
+        "the rollout server did not bind every published tensor",
+        f"server {n}: {report}",
+    )
+    if trained and kind == "full":
+        run.require(
+            "weights_changed",
+            report["changed"],
+            0,
+            report["changed"] > 0,
+            "the update left every weight as it was: learning rate, coefficients or gradient flow",
+            f"server {n}, {report['bound']} tensors",
+        )
 
 
 def kl_rows(p_PV: np.ndarray, q_PV: np.ndarray) -> np.ndarray:
@@ -132,17 +209,73 @@ def kl_rows(p_PV: np.ndarray, q_PV: np.ndarray) -> np.ndarray:
     return (np.exp(p) * (np.expm1(-d) + d)).sum(-1)
 
 
+def _given_logprobs(server: Any, ids: list[int]) -> np.ndarray:
+    """float64[len(ids) - 1]: log-probability of each token but the first, from a server of verl's (vLLM, SGLang)."""
+    params = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0}
+    call = server.generate.remote(prompt_ids=ids, sampling_params=params, request_id=f"guard-{uuid.uuid4().hex}")
+    fields = ray.get(call, timeout=600).extra_fields
+    scored = [row[0] for row in fields["prompt_ids"][:-1]]
+    if scored != ids[1:]:
+        raise OpsdError(
+            f"the rollout server scored other tokens than it was given ({len(scored)} for {len(ids)})",
+            "prompt_logprobs=0 gives the log-probability of each prompt token",
+            "use a server that supports prompt_logprobs",
+        )
+    return np.asarray([row[0] for row in fields["prompt_logprobs"][:-1]], np.float64)
+
+
 def _sampled_gap(server: Any, sequences: list[list[int]], positions: list[list[int]], ours: list[np.ndarray]) -> float:
     """Mean squared difference over 2 of the tokens' log-probabilities: KL to second order, for servers that give no more."""
     gaps: list[float] = []
     for ids, places, mine in zip(sequences, positions, ours, strict=True):
-        params = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0}
-        out = ray.get(
-            server.generate.remote(prompt_ids=ids, sampling_params=params, request_id=f"guard-{len(gaps)}"), timeout=600
-        )
-        theirs = np.asarray(out.extra_fields["prompt_logprobs"], np.float64)[:, 0]
+        theirs = _given_logprobs(server, ids)
         gaps.extend(float(mine[k, ids[p + 1]] - theirs[p]) for k, p in enumerate(places))
     return float(np.mean(np.square(gaps)) / 2)
+
+
+def share_of_move(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
+    """Which share of the trained weights' move a server made: least squares of ``theirs = share * ours + rounding``.
+
+    Args:
+        ours, theirs: float64[P], change of the same tokens' log-probabilities since an earlier version, in nats.
+
+    Returns:
+        The share (1: the server serves what was trained; 0: it still serves the earlier version) and its standard error;
+        infinite where the trained weights did not move.
+    """
+    square = float(ours @ ours)
+    if square == 0:
+        return 0.0, float("inf")
+    share = float(ours @ theirs) / square
+    rest = theirs - share * ours
+    return share, float(np.sqrt(rest @ rest / max(1, rest.size - 1) / square))
+
+
+def _require_followed(trainer: Any, servers: list[Any]) -> None:
+    """A bound on the gap can't see a stale adapter where rounding (bf16) is as large as what one update moves, so the *move* of a
+    fixed probe is compared. While it is too small to tell, the earlier version stays the reference and moves add up."""
+    size = len(trainer.tokenizer)
+    ids = [(7919 * i + 13) % size for i in range(FOLLOW_TOKENS)]
+    mine = trainer.actor_rollout_wg.opsd_logprobs([ids], [list(range(FOLLOW_TOKENS - 1))])[0][0]
+    now = Followed(mine[np.arange(FOLLOW_TOKENS - 1), ids[1:]].astype(np.float64), [_given_logprobs(s, ids) for s in servers])
+    before: Followed | None = trainer.followed
+    told = True
+    if before is not None:
+        least = trainer.opsd.gates.publish_follow_min
+        for n, (new, old) in enumerate(zip(now.theirs, before.theirs, strict=True)):
+            share, error = share_of_move(now.ours - before.ours, new - old)
+            told = told and error <= FOLLOW_ERROR
+            trainer.run_dir.require(
+                "publish_follow",
+                share,
+                least,
+                share >= least or error > FOLLOW_ERROR,
+                "the rollout server did not take over the trained adapter",
+                f"server {n}, version {trainer.global_steps}, standard error {error:.3f}"
+                + ("" if error <= FOLLOW_ERROR else ": too small a move to tell, measured again with the next version's"),
+            )
+    if told:
+        trainer.followed = now
 
 
 def _probes(trainer: Any, batch: KVBatchMeta | None) -> tuple[list[list[int]], list[list[int]]]:

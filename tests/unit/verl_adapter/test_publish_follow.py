@@ -1,0 +1,97 @@
+"""The publish guard for servers that round: whether the server made the move that the trained weights made."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from verl_opsd.errors import OpsdError
+from verl_opsd.rundir import RunDir
+from verl_opsd.verl_adapter import guards
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "share", "error"),
+    [
+        ([0.3, -0.1], [0.3, -0.1], 1.0, 0.0),
+        ([0.3, -0.1], [0.0, 0.0], 0.0, 0.0),
+        ([0.4, 0.2], [0.2, 0.1], 0.5, 0.0),
+        ([1.0, 0.0], [1.0, 1.0], 1.0, 1.0),  # rest (0, 1), one degree of freedom, square 1
+        ([2.0, 0.0, 0.0], [2.0, 2.0, 2.0], 1.0, 1.0),  # rest (0, 2, 2): sqrt(8 / 2 / 4)
+        ([0.0, 0.0], [0.1, 0.2], 0.0, np.inf),
+    ],
+)
+def test_share_and_error_by_hand(ours, theirs, share, error):
+    assert guards.share_of_move(np.array(ours), np.array(theirs)) == pytest.approx((share, error), abs=1e-12)
+
+
+@pytest.mark.parametrize("true_share", [0.0, 1.0])
+def test_the_error_is_the_spread_of_the_share(true_share):
+    rng = np.random.default_rng(0)
+    ours = rng.normal(0, 0.009, 256)
+    found = [guards.share_of_move(ours, true_share * ours + rng.normal(0, 0.02, 256)) for _ in range(500)]
+    shares, errors = np.array(found).T
+    assert shares.mean() == pytest.approx(true_share, abs=4 * errors.mean() / np.sqrt(500))
+    assert shares.std() == pytest.approx(errors.mean(), rel=0.15)
+
+
+class Run:
+    """A trainer whose weights move ``step`` nats a version at every probed token, and a server that rounds."""
+
+    def __init__(self, path, monkeypatch, step: float, rounding: float, serves):
+        self.run_dir, self.followed, self.global_steps = RunDir(path), None, 0
+        self.opsd = SimpleNamespace(gates=SimpleNamespace(publish_follow_min=0.5))
+        self.tokenizer = range(1000)
+        self.actor_rollout_wg = SimpleNamespace(opsd_logprobs=self._logprobs)
+        rng = np.random.default_rng(1)
+        self._direction = rng.normal(0, step, guards.FOLLOW_TOKENS - 1)
+        monkeypatch.setattr(
+            guards,
+            "_given_logprobs",
+            lambda server, ids: self._direction * serves(self.global_steps) - 5 + rng.normal(0, rounding, len(ids) - 1),
+        )
+
+    def _logprobs(self, sequences, positions):
+        rows = (self._direction * self.global_steps - 5)[:, None]
+        return [[np.broadcast_to(rows, (len(rows), 1000))]]
+
+    def publish(self, version: int) -> dict:
+        self.global_steps = version
+        guards._require_followed(self, ["server"])
+        lines = (self.run_dir.path / "evidence.jsonl").read_text().splitlines() if version else ["{}"]
+        return json.loads(lines[-1])
+
+
+def test_a_server_that_rounds_as_much_as_an_update_moves_passes_when_it_follows(tmp_path, monkeypatch):
+    run = Run(tmp_path, monkeypatch, step=0.01, rounding=0.01, serves=lambda version: version)
+    run.publish(0)
+    for version in (1, 2, 3):
+        line = run.publish(version)
+        assert line["gate"] == "publish_follow" and line["verdict"] == "pass" and 0.6 < line["value"] < 1.4
+
+
+@pytest.mark.parametrize("rounding", [0.0, 0.01])
+@pytest.mark.parametrize("stuck_at", [0, 1, 2])
+def test_a_server_that_keeps_an_old_version_fails_at_the_next_one(tmp_path, monkeypatch, rounding, stuck_at):
+    run = Run(tmp_path, monkeypatch, step=0.01, rounding=rounding, serves=lambda version: min(version, stuck_at))
+    for version in range(stuck_at + 1):
+        run.publish(version)
+    with pytest.raises(OpsdError, match="publish_follow"):
+        run.publish(stuck_at + 1)
+
+
+def test_moves_too_small_to_tell_add_up_until_a_stale_server_is_found(tmp_path, monkeypatch):
+    run = Run(tmp_path, monkeypatch, step=0.002, rounding=0.01, serves=lambda version: 0)
+    run.publish(0)
+    assert "too small a move to tell" in run.publish(1)["detail"]
+    with pytest.raises(OpsdError, match="publish_follow"):
+        for version in range(2, 10):
+            run.publish(version)
+
+
+def test_moves_too_small_to_tell_add_up_until_a_server_is_seen_to_follow(tmp_path, monkeypatch):
+    run = Run(tmp_path, monkeypatch, step=0.002, rounding=0.01, serves=lambda version: version)
+    run.publish(0)
+    details = [run.publish(version)["detail"] for version in range(1, 10)]
+    assert "too small" in details[0] and any("too small" not in d for d in details)
