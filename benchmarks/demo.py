@@ -36,16 +36,17 @@ def run(arguments: list[str], folder: Path) -> Path:
     return folder
 
 
-def block(folder: Path, shown: str) -> str:
+def block(folder: Path) -> str:
     """What a finished run printed at its end, under what was run, when and where."""
     meta = json.loads((folder / "meta.json").read_text())
+    words = [re.sub(r"^corpus=.*", "corpus=RUN_DIR", w) for w in meta["argv"][1:] if not w.startswith("hydra.run.dir=")]
     report = [sys.executable, "-m", "verl_opsd.cli.main", "report", str(folder)]
     table = subprocess.run(report, capture_output=True, text=True, check=True).stdout.strip("\n")
     seconds = (folder / "report.json").stat().st_mtime - meta["started"]
     versions = ", ".join(f"{name} {meta['versions'][name]}" for name in ("verl", "torch"))
     return (
-        f"`{shown}`: {seconds:.0f} s from the end of the launch checks to the report; "
-        f"load average of the last 15 minutes {os.getloadavg()[2]:.1f}; {datetime.date.fromtimestamp(meta['started'])}, {machine()}; {versions}, Python {meta['python']}.\n\n"
+        f"`python -m verl.trainer.main_ppo {' '.join(words)}`: {seconds:.0f} s from the launch checks to the report; "
+        f"{datetime.date.fromtimestamp(meta['started'])}, {machine()}; {versions}, Python {meta['python']}.\n\n"
         f"```text\n{table}\n```\n"
     )
 
@@ -65,9 +66,9 @@ def main() -> None:
     given = [Path(folder).resolve() for folder in sys.argv[1:]]
     new = ROOT / "runs" / "demo" / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
     opd = given[0] if given else run(["+recipe=opd"], new / "opd")
-    paste("opd", block(opd, "python -m verl.trainer.main_ppo +recipe=opd"))
+    paste("opd", block(opd))
     offline = given[1] if len(given) > 1 else run(["+recipe=opd_offline", f"corpus={opd}"], new / "opd_offline")
-    paste("opd_offline", block(offline, "python -m verl.trainer.main_ppo +recipe=opd_offline corpus=RUN_DIR"))
+    paste("opd_offline", block(offline))
 
 
 if __name__ == "__main__":
