@@ -219,4 +219,5 @@ def test_nothing_of_a_machine(page: str) -> None:
 @pytest.mark.parametrize("page", [p for p, text in TEXTS.items() if "<!-- /" in text])
 def test_generated_tables_are_filled(page: str) -> None:
     for name, inside in re.findall(r"<!-- ([a-z]+:\w+) -->\n(.*?)<!-- /", TEXTS[page], re.DOTALL):
-        assert ("```text" if name.startswith("demo:") else "|---|") in inside, f"{page}: {name}"
+        wanted = "```text" if name.startswith("demo:") else "|---|"
+        assert wanted in inside or inside == "Not measured yet.\n", f"{page}: {name}"
