@@ -1,26 +1,25 @@
 """Runs the demo, then the offline recipe on its episodes; writes the tables and pastes them where the markers stand.
 
-    python benchmarks/demo.py
+    python benchmarks/demo.py [OPD_RUN [OFFLINE_RUN]]
 
-Every file below that holds ``<!-- demo:NAME -->`` ... ``<!-- /demo -->`` gets what was printed at the end of that run,
-with the command, the machine, the date and the seconds.
+A directory of a finished run on this machine takes the place of running it. Every file below that holds
+``<!-- demo:NAME -->`` ... ``<!-- /demo -->`` gets the table of that run, with command, seconds, date, machine and versions.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = ("README.md", "recipes/opd/README.md", "recipes/opd_offline/README.md")
-BOX = re.compile(r"^ *opd\S* \(scale .*?^└[─┴]+┘$", re.MULTILINE | re.DOTALL)
 
 
 def machine() -> str:
@@ -31,29 +30,31 @@ def machine() -> str:
     return f"{name[1] if name else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, no accelerator"
 
 
-def measure(name: str, shown: str, arguments: list[str]) -> str:
-    """Runs one recipe and gives its block: what was run, where, and the table that it printed."""
-    started = time.monotonic()
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    seconds = time.monotonic() - started
-    table = BOX.search(done.stdout)
-    if done.returncode or table is None:
-        sys.exit(f"{done.stdout[-4000:]}\n{name}: exit code {done.returncode}, {'a' if table else 'no'} table")
-    from importlib.metadata import version
+def run(arguments: list[str], folder: Path) -> Path:
+    """Runs one recipe to its end and gives its run directory."""
+    subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *arguments, f"hydra.run.dir={folder}"], cwd=ROOT, check=True)
+    return folder
 
-    versions = f"verl {version('verl')}, torch {version('torch')}, Python {platform.python_version()}"
-    text = (
-        f"`{shown}`, {seconds:.0f} s in all (tasks and model prepared before), "
-        f"{datetime.date.today()}, {machine()}; {versions}.\n\n```text\n{table[0]}\n```\n"
+
+def block(folder: Path) -> str:
+    """What a finished run printed at its end, under what was run, when and where."""
+    meta = json.loads((folder / "meta.json").read_text())
+    words = [re.sub(r"^corpus=.*", "corpus=RUN_DIR", w) for w in meta["argv"][1:] if not w.startswith("hydra.run.dir=")]
+    report = [sys.executable, "-m", "verl_opsd.cli.main", "report", str(folder)]
+    table = subprocess.run(report, capture_output=True, text=True, check=True).stdout.strip("\n")
+    seconds = (folder / "report.json").stat().st_mtime - meta["started"]
+    versions = ", ".join(f"{name} {meta['versions'][name]}" for name in ("verl", "torch"))
+    return (
+        f"`python -m verl.trainer.main_ppo {' '.join(words)}`: {seconds:.0f} s from the launch checks to the report; "
+        f"{datetime.date.fromtimestamp(meta['started'])}, {machine()}; {versions}, Python {meta['python']}.\n\n"
+        f"```text\n{table}\n```\n"
     )
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(f"# {name}\n\n{text}")
-    return text
 
 
 def paste(name: str, text: str) -> None:
-    """Replaces what stands between the markers of ``name`` in every file."""
+    """Keeps a result, and replaces what stands between the markers of ``name`` in every file."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text(f"# {name}\n\n{text}")
     marked = re.compile(rf"(<!-- demo:{name} -->\n).*?(<!-- /demo -->)", re.DOTALL)
     for file in FILES:
         path = ROOT / file
@@ -62,11 +63,12 @@ def paste(name: str, text: str) -> None:
 
 def main() -> None:
     """Both recipes, one after the other."""
-    run = f"runs/demo/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
-    opd = "python -m verl.trainer.main_ppo +recipe=opd"
-    offline = "python -m verl.trainer.main_ppo +recipe=opd_offline corpus=RUN_DIR"
-    paste("opd", measure("opd", opd, ["+recipe=opd", f"hydra.run.dir={run}"]))
-    paste("opd_offline", measure("opd_offline", offline, ["+recipe=opd_offline", f"corpus={ROOT / run}"]))
+    given = [Path(folder).resolve() for folder in sys.argv[1:]]
+    new = ROOT / "runs" / "demo" / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+    opd = given[0] if given else run(["+recipe=opd"], new / "opd")
+    paste("opd", block(opd))
+    offline = given[1] if len(given) > 1 else run(["+recipe=opd_offline", f"corpus={opd}"], new / "opd_offline")
+    paste("opd_offline", block(offline))
 
 
 if __name__ == "__main__":

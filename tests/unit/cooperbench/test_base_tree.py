@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from verl_opsd.cooperbench.base_tree import Source, commit_tree, extract_wheel_files, fetch
-from verl_opsd.cooperbench.recipes import WheelFiles
+from verl_opsd.cooperbench.dataset import POCKET_DIR
+from verl_opsd.cooperbench.prepare import _inputs_hash
+from verl_opsd.cooperbench.recipes import Recipe, WheelFiles
 from verl_opsd.errors import OpsdError
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -149,3 +152,15 @@ def test_files_of_a_wheel(tmp_path: Path) -> None:
     assert [(p.name, p.read_text()) for p in (tmp_path / "out").iterdir()] == [("_x.cpython-311.so", "binary")]
     with pytest.raises(OpsdError, match="no file matches"):
         extract_wheel_files(WheelFiles("x==1", "y*", "x"), tmp_path / "out", tmp_path)
+
+
+def test_a_preparation_depends_on_content_and_not_on_the_checkout(tmp_path):
+    """Two checkouts that share a cache must not replace each other's preparations."""
+    names = []
+    for place in ("one", "two", "changed"):
+        task_dir = tmp_path / place / "pocket_textkit_task" / "task0"
+        shutil.copytree(POCKET_DIR / "pocket_textkit_task" / "task0", task_dir)
+        if place == "changed":
+            (task_dir / "base" / "README.md").write_text("other\n")
+        names.append(_inputs_hash(task_dir, Source("tree", str(task_dir / "base")), Recipe()))
+    assert names[0] == names[1] != names[2]

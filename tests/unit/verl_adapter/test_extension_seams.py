@@ -1,0 +1,66 @@
+"""What a user's own module may add is accepted, everything else is refused before a run starts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from verl_opsd.config import LossConfig, OpsdConfig
+from verl_opsd.cooperbench.dataset import POCKET_DIR, load_subset
+from verl_opsd.distill import divergence
+from verl_opsd.distill.loss import ANALYTIC
+from verl_opsd.errors import OpsdError
+
+SECTION = {
+    "recipe": "opd",
+    "scale": "local",
+    "mode": "online",
+    "tasks": {"dataset": "pocket", "train": "pocket_train", "eval": "pocket_eval"},
+    "brief": {"name": "peer_spec"},
+    "teacher": {},
+    "loss": {},
+    "contract": {},
+}
+
+
+def test_only_trainers_of_this_project_are_modes() -> None:
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    from verl_opsd.verl_adapter.launch import _is_opsd_trainer
+    from verl_opsd.verl_adapter.trainer import OpsdTrainer
+
+    class Own(OpsdTrainer):
+        pass
+
+    TRAINER_REGISTRY["own_of_this_test"] = Own
+    try:
+        accepted = {mode for mode in ("opsd", "own_of_this_test", "sync", "misspelt") if _is_opsd_trainer(mode)}
+    finally:
+        del TRAINER_REGISTRY["own_of_this_test"]
+    assert accepted == {"opsd", "own_of_this_test"}
+
+
+@pytest.mark.parametrize("name", ["peer_specs", "peer_spec+", ""])
+def test_an_unknown_brief_stops_before_the_first_episode(name: str) -> None:
+    from verl_opsd.verl_adapter.launch import check_briefs
+
+    pairs = load_subset("pocket_train", POCKET_DIR)
+    good = OpsdConfig.parse(SECTION)
+    check_briefs(good, pairs)
+    with pytest.raises(OpsdError, match="unknown"):
+        check_briefs(dataclasses.replace(good, brief=dataclasses.replace(good.brief, name=name)), pairs)
+
+
+def test_a_divergence_is_known_once_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LossConfig(divergence="own")
+    with pytest.raises(OpsdError, match="VERL_USE_EXTERNAL_MODULES"):
+        config.spec()
+    monkeypatch.setitem(ANALYTIC, "own", lambda logp, logq, spec: divergence.reverse_kl(logp, logq))
+    assert config.spec().divergence == "own"
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "policy_gradient", "nll"])
+def test_estimators_without_a_full_distribution_are_no_choice_of_a_run(name: str) -> None:
+    with pytest.raises(OpsdError, match=r"opsd\.loss\.divergence"):
+        LossConfig(divergence=name).spec()
