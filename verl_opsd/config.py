@@ -58,7 +58,7 @@ class TeacherConfig:
     kind: Literal["self", "device"] = "self"
     path: str | None = None
     devices: int = 1
-    dtype: str = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class LossConfig:
     """The objective; the formulas are in ``verl_opsd.distill``.
 
     Attributes:
-        divergence: reverse_kl, forward_kl, jsd (``beta``), skewed_reverse_kl, skewed_forward_kl (``skew``).
+        divergence: reverse_kl, forward_kl, jsd (``beta``), skewed_reverse_kl, skewed_forward_kl (``skew``), or one that was
+            added to ``distill.loss.ANALYTIC``.
         support: ``full``, or ``student_topk``, ``teacher_topk``, ``union_topk`` with ``top_k`` tokens a side and one tail bucket.
         reduction: token, turn, branch or episode mean over the rows of one optimizer step.
         anchor: weight of the same divergence to the student's own base; 0 turns it off.
@@ -81,7 +82,7 @@ class LossConfig:
         episodes_per_update: episodes of one optimizer step; null takes all of the round.
     """
 
-    divergence: Literal["reverse_kl", "forward_kl", "jsd", "skewed_reverse_kl", "skewed_forward_kl"] = "reverse_kl"
+    divergence: str = "reverse_kl"
     beta: float | None = None
     skew: float | None = None
     support: Literal["full", "student_topk", "teacher_topk", "union_topk"] = "full"
@@ -104,9 +105,15 @@ class LossConfig:
         Raises:
             OpsdError: parameters that are missing, out of range or would be ignored.
         """
-        from verl_opsd.distill.loss import LossSpec
+        from verl_opsd.distill.loss import ANALYTIC, LossSpec
         from verl_opsd.distill.weights import Clip, SurprisalGate, Threshold, Weight
 
+        if self.divergence not in ANALYTIC:
+            raise OpsdError(
+                f"opsd.loss.divergence={self.divergence!r}",
+                f"opsd.loss.divergence is one of {', '.join(sorted(ANALYTIC))}",
+                "choose one of them, or add yours to verl_opsd.distill.loss.ANALYTIC from a module in VERL_USE_EXTERNAL_MODULES",
+            )
         weights: list[Weight] = []
         if self.threshold is not None:
             weights.append(Threshold(self.threshold))
@@ -238,6 +245,8 @@ def _contradictions(c: OpsdConfig) -> None:
 
     if c.teacher.kind == "device" and not c.teacher.path:
         refuse("opsd.teacher.kind=device without opsd.teacher.path", "a device teacher is another model", "name its path")
+    if c.teacher.devices < 1:
+        refuse(f"opsd.teacher.devices={c.teacher.devices}", "each teacher worker has one device", "use 1 or more")
     if c.teacher.kind == "self" and c.teacher.path:
         refuse(
             f"opsd.teacher.kind=self with opsd.teacher.path={c.teacher.path}",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
-import os
 import sys
 import traceback
 import uuid
@@ -17,27 +16,18 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+from verl_opsd.paths import cache_dir
+
 SUPPORTED_VERL = "0.9.1"
 _HOOKS: dict[str, list[Callable[[ModuleType], None]]] = {}
-
-
-def conf_dir() -> Path:
-    """Folder of the Hydra config groups: inside the package in a wheel, beside it in a source checkout."""
-    here = Path(__file__).resolve().parent
-    installed = here / "hydra_conf"
-    return installed if installed.is_dir() else here.parent / "hydra_conf"
-
-
-def cache_dir() -> Path:
-    """Where prepared models and tasks are kept: ``OPSD_CACHE``, by default ``~/.cache/verl-opsd``."""
-    return Path(os.environ.get("OPSD_CACHE") or Path.home() / ".cache" / "verl-opsd")
 
 
 def register_resolvers() -> None:
     """OmegaConf resolvers used by our configs.
 
     ``opsd_scale``: name of the scale that fits the hardware. ``opsd_student``: folder of an embedded student. ``opsd_slots``: device
-    slots of a run without accelerators, student ranks plus teacher workers. ``opsd_ray_tmp``: a new short directory for Ray's
+    slots of a run without accelerators, student ranks plus teacher workers. ``opsd_student_devices``: devices of a scale that teacher
+    workers leave to the student. ``opsd_ray_tmp``: a new short directory for Ray's
     session, removed after the run.
     """
     from omegaconf import OmegaConf
@@ -46,6 +36,9 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("opsd_student", _student_path, replace=True)
     OmegaConf.register_new_resolver(
         "opsd_slots", lambda n, kind, teacher: n + (teacher if kind == "device" else 0), replace=True
+    )
+    OmegaConf.register_new_resolver(
+        "opsd_student_devices", lambda n, kind, teacher: n - (teacher if kind == "device" else 0), replace=True
     )
     OmegaConf.register_new_resolver("opsd_ray_tmp", lambda: f"/tmp/opsd-ray-{uuid.uuid4().hex[:8]}", replace=True)
 
@@ -177,7 +170,9 @@ def _register() -> None:
         import verl_opsd.verl_adapter.trainer  # noqa: F401
 
     def agent_loop(module: ModuleType) -> None:
-        import verl_opsd.verl_adapter.agent_loop  # noqa: F401
+        # by name: importing the class here would import it in the middle of the import of a module that it needs
+        target = "verl_opsd.verl_adapter.agent_loop.OpsdPairLoop"
+        module.agent_loop._agent_loop_registry["opsd_pair"] = {"_target_": target}
 
     after_import("verl.workers.rollout.base", rollout_base)
     after_import("verl.workers.rollout.replica", replica)

@@ -1,7 +1,7 @@
-"""Removes a run's temporary directories once its processes are gone, however the run ended (also after `kill -9`).
+"""Removes what a run leaves behind once its processes are gone, however the run ended (also after `kill -9`).
 
-A small process of its own (standard library only). It notices the end of the run by the end of its standard input, waits
-until no process names one of the directories on its command line, then removes them.
+A small process of its own, without verl and Ray. It notices the end of the run by the end of its standard input, ends
+sandboxes whose owners are gone, waits until no process names one of the directories on its command line, and removes them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,22 @@ def main(directories: list[str], patience_s: float = 180.0) -> None:
     """Waits for the end of standard input, then for the users of the directories, then removes them."""
     sys.stdin.buffer.read()
     deadline = time.monotonic() + patience_s
-    while users(directories) and time.monotonic() < deadline:
-        time.sleep(1.0)
-    for d in directories:
-        shutil.rmtree(d, ignore_errors=True)
+    try:
+        while users(directories) and time.monotonic() < deadline:
+            end_sandboxes()
+            time.sleep(1.0)
+        end_sandboxes()
+    finally:
+        for d in directories:
+            shutil.rmtree(d, ignore_errors=True)
+
+
+def end_sandboxes() -> None:
+    """Ends sandboxes of dead owners and removes their state, where this host has any."""
+    from verl_opsd.cooperbench.sandbox.host import STATE_ROOT, reap_stale
+
+    if STATE_ROOT.is_dir():
+        reap_stale()
 
 
 if __name__ == "__main__":

@@ -68,6 +68,10 @@ class RunDir:
     def report(self) -> Path:
         return self.path / "report.json"
 
+    def started(self) -> float:
+        """Seconds since the epoch when the preparation of the run began."""
+        return float(json.loads((self.path / "meta.json").read_text())["started"])
+
     def contract(self) -> EvalContract:
         """The frozen contract of this run."""
         return EvalContract.from_dict(json.loads((self.path / "contract.json").read_text()))

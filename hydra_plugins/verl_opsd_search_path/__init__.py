@@ -3,7 +3,8 @@
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from verl_opsd.plugin import conf_dir, register_resolvers
+from verl_opsd.paths import conf_dir
+from verl_opsd.plugin import register_resolvers
 
 register_resolvers()
 

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_opsd.errors import OpsdError
-from verl_opsd.plugin import SUPPORTED_VERL, conf_dir
+from verl_opsd.paths import conf_dir
+from verl_opsd.plugin import SUPPORTED_VERL
 
 #: Symbols of verl that this project hangs on. One that has moved is named here before a run finds out.
 SEAMS = (

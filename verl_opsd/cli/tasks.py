@@ -28,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         command.add_argument("--dataset", type=Path, help="folder in CooperBench's layout; default: the pocket tasks")
         command.add_argument("--repo", help="only this repository, e.g. pallets_click_task")
         command.add_argument("--task", type=int, help="only this task id")
-        command.add_argument("--cache-dir", type=Path, help="default: ~/.cache/verl_opsd")
+        command.add_argument("--cache-dir", type=Path, help="default: $OPSD_CACHE, or ~/.cache/verl-opsd")
         command.set_defaults(func=func)
         if name == "prepare":
             command.add_argument(
@@ -131,9 +131,9 @@ def _dataset(args: argparse.Namespace) -> Path:
 
 
 def _cache(args: argparse.Namespace) -> Path:
-    from verl_opsd.cooperbench.prepare import default_cache_dir
+    from verl_opsd.paths import cache_dir
 
-    return args.cache_dir or default_cache_dir()
+    return args.cache_dir or cache_dir()
 
 
 def _selected(args: argparse.Namespace) -> list[Task]:

@@ -32,6 +32,7 @@ from typing import Any
 
 from verl_opsd.cooperbench.faults import grading_fault
 from verl_opsd.cooperbench.feature_table import gold_counts
+from verl_opsd.cooperbench.identity import load_harness
 from verl_opsd.cooperbench.prepare import REPO_INSIDE
 from verl_opsd.cooperbench.sandbox import CommandResult, Sandbox, SandboxSpec, make_sandbox
 from verl_opsd.cooperbench.types import PairTask, PreparedTask
@@ -291,6 +292,7 @@ def _package() -> ModuleType:
         OpsdError: the package is absent, or a name that this module relies on has moved.
     """
     try:
+        load_harness()
         from cooperbench.eval import sandbox as package
     except ImportError as e:
         raise OpsdError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_opsd.contract import EvalContract
-from verl_opsd.cooperbench.identity import identity_string
+from verl_opsd.cooperbench.identity import identity_string, load_harness
 from verl_opsd.cooperbench.stopping import StopSignal, located
 from verl_opsd.cooperbench.types import PairRun, PairTask, PreparedTask
 from verl_opsd.errors import OpsdError
@@ -103,6 +103,7 @@ async def run_pair(
 
 
 def _place(*settings: Any) -> PairPlace:
+    load_harness()
     from verl_opsd.cooperbench.pair import PairPlace  # imports the harness: seconds, so on an agent's thread
 
     return PairPlace(*settings)

@@ -17,6 +17,8 @@ from typing import Any
 from verl_opsd.errors import OpsdError
 
 NEEDED_VERSION = "0.0.29"
+#: ``tree_hash`` of that version as it is published.
+PUBLISHED_TREE = "045b16b6fd10af82e176d3373d99cc54f8eec8f19594cc3f8e8cf20674e4a864"
 INSTALL = f"pip install --no-deps cooperbench=={NEEDED_VERSION}   (then: pip install 'verl-opsd[cooperbench]')"
 
 
@@ -116,28 +118,29 @@ def coop_config() -> dict[str, Any]:
     itself: the harness' loader would prefer a file of that name in the current directory."""
     import yaml
 
-    return yaml.safe_load((load_harness() / "agents" / "mini_swe_agent_v2" / "config" / "coop.yaml").read_text())
+    return yaml.safe_load((package_dir() / "agents" / "mini_swe_agent_v2" / "config" / "coop.yaml").read_text())
 
 
 @functools.cache
 def harness_identity() -> dict[str, str]:
     """What runs: ``name``, ``version``, ``file``, ``tree_hash`` (SHA-256 of the package's .py, .yaml and .sh files) and
-    ``templates_hash`` (SHA-256 of the prompt templates).
+    ``templates_hash`` (SHA-256 of the prompt templates). The published files are known to have what is needed; others are
+    imported and checked.
 
     Raises:
         OpsdError: as :func:`load_harness`.
     """
-    package = load_harness()
-    import cooperbench
-
+    package = package_dir()
     tree = hashlib.sha256()
     for path in sorted(p for p in package.rglob("*") if p.suffix in (".py", ".yaml", ".sh") and p.is_file()):
         tree.update(f"{path.relative_to(package).as_posix()}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    if tree.hexdigest() != PUBLISHED_TREE:
+        load_harness()
     config = coop_config()
     templates = {block: {k: v for k, v in config[block].items() if k.endswith("_template")} for block in ("agent", "model")}
     return {
         "name": "cooperbench",
-        "version": cooperbench.__version__,
+        "version": NEEDED_VERSION,
         "file": str(package / "__init__.py"),
         "tree_hash": tree.hexdigest(),
         "templates_hash": hashlib.sha256(json.dumps(templates, sort_keys=True).encode()).hexdigest(),

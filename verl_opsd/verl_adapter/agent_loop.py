@@ -23,7 +23,7 @@ from verl_opsd.cooperbench.prepare import load_prepared
 from verl_opsd.cooperbench.types import PairRun, PairTask
 from verl_opsd.distill.weights import class_weight, max_prefix
 from verl_opsd.errors import InfraFault
-from verl_opsd.plugin import cache_dir
+from verl_opsd.paths import cache_dir
 from verl_opsd.privilege.briefs import Brief, make_brief
 from verl_opsd.privilege.placement import ChatMarkers, teacher_view
 from verl_opsd.rundir import RunDir

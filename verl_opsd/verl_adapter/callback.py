@@ -6,20 +6,22 @@ Hydra swallows exceptions of callbacks and runs the job all the same, so every r
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 from typing import Any
 
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from verl_opsd import reaper
 from verl_opsd.errors import OpsdError
-from verl_opsd.rundir import RunDir
+from verl_opsd.rundir import RunDir, write_json
 
 
 class OpsdCallback(Callback):
@@ -31,34 +33,45 @@ class OpsdCallback(Callback):
         self._run: RunDir | None = None
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuses bad input and prepares the run."""
-        from verl_opsd.verl_adapter.launch import prepare_run
+        """Refuses bad input and prepares the run; a refused run leaves no directory behind.
 
-        self._run = run = RunDir.from_env()
+        Raises:
+            SystemExit: 2, after the error was printed.
+        """
+        new = False
         try:
-            if "verl_opsd.plugin" not in sys.modules:
-                raise OpsdError(
-                    "verl did not load the verl-opsd plugin",
-                    "registrations happen through the entry point group `verl.plugins`",
-                    "unset VERL_USE_EXTERNAL_PLUGINS and reinstall with `pip install .`",
-                )
-            prepare_run(config, run)
+            self._run = RunDir.from_env()
+            new = is_new(self._run.path)
+            self._start(config, self._run)
         except OpsdError as e:
             print(f"error: {e}", file=sys.stderr, flush=True)
-            raise SystemExit(2) from None
         except Exception:
             traceback.print_exc()
-            print("error: preparing the run failed; nothing was started", file=sys.stderr, flush=True)
-            raise SystemExit(2) from None
-        os.environ["OPSD_TMP"] = tempfile.mkdtemp(prefix="opsd-")
-        os.environ["OPSD_DRIVER_PID"] = str(os.getpid())
-        self._reaper = reaper.start([os.environ["OPSD_TMP"], os.environ["OPSD_RAY_TMP"]])
+            print("error: preparing the run failed (traceback above); nothing was started", file=sys.stderr, flush=True)
+        else:
+            return
+        if new and self._run is not None:
+            shutil.rmtree(self._run.path)
+        raise SystemExit(2)
+
+    def _start(self, config: DictConfig, run: RunDir) -> None:
+        from verl_opsd.resume import earlier_meta
+        from verl_opsd.verl_adapter.launch import meta, prepare_run, require_plugin
+
+        started = time.time()
+        require_plugin()
+        opsd = prepare_run(config, run)
         import ray
 
         self._ray_was_up = ray.is_initialized()
+        os.environ["OPSD_TMP"] = tempfile.mkdtemp(prefix="opsd-")
+        os.environ["OPSD_DRIVER_PID"] = str(os.getpid())
+        self._reaper = reaper.start([os.environ["OPSD_TMP"], os.environ["OPSD_RAY_TMP"]])
+        write_json(run.path / "meta.json", meta(config, opsd, started) | {"earlier": earlier_meta(run)})
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Shows the table, shuts down a Ray cluster that this job started, and lets the reaper remove temporary files."""
+        """Shows the table or the cause of the failure, shuts down a Ray cluster that this job started, and lets the reaper
+        remove temporary files."""
         import ray
 
         from verl_opsd.evaluation.report import print_table
@@ -67,14 +80,19 @@ class OpsdCallback(Callback):
             ray.shutdown()
         if self._run is None:
             return
-        report = self._run.report
-        if report.is_file():
+        report, failed = self._run.report, job_return.status == JobStatus.FAILED
+        if report.is_file() and not failed:
             print_table(report)
         if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.close()
             self._reaper = None
-        if not report.is_file():
-            print(
-                f"verl-opsd: no report was written; evidence so far: {Path(report).with_name('evidence.jsonl')}",
-                file=sys.stderr,
-            )
+        if not failed and not report.is_file():
+            print(f"verl-opsd: the job ended without a report; evidence: {self._run.path}/evidence.jsonl", file=sys.stderr)
+        if failed:
+            cause = getattr(job_return._return_value, "cause", job_return._return_value)
+            print(f"error: {cause}\nverl-opsd: evidence so far: {self._run.path}/evidence.jsonl", file=sys.stderr, flush=True)
+
+
+def is_new(path: Path) -> bool:
+    """Whether a run directory holds nothing but what Hydra itself has just written there."""
+    return all(p.name == ".hydra" or p.suffix == ".log" for p in path.iterdir())

@@ -5,6 +5,7 @@ Every function is collective: all ranks call it in the same order. Suffixes: P p
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
@@ -132,7 +133,7 @@ def control(
     engine: OpsdEngine,
     data: TensorDict,
     loss: OpsdLoss,
-    teacher: Literal["own", "view"],
+    teacher: Literal["own", "view", "device"],
     shift: int = 0,
     adapters: Literal["off", "on"] = "off",
 ) -> TensorDict:
@@ -140,7 +141,8 @@ def control(
 
     Args:
         data: this rank's rows, with verl's micro-batching settings.
-        teacher: ``own``: the reference on the student's own ids (identity); ``view``: on the teacher's view.
+        teacher: ``own``: the reference on the student's own ids (identity); ``view``: on the teacher's view; ``device``: the device
+            teacher's signal that the rows bring.
         shift: tokens by which the teacher's positions are moved (negative control).
         adapters: student side: ``off``: the reference weights; ``on``: the trained weights.
 
@@ -148,7 +150,16 @@ def control(
         One field for each of ``engine.TOKEN_VALUES``, ``value_<name>`` (never a row field: verl writes outputs back into the queue), float32 jagged by row, on the CPU.
     """
     data = data.clone(recurse=False)
-    data["opsd_signal"] = jagged(engine.score(data, loss, teacher, shift))
+    if teacher == "device":
+        if loss.teacher != "device" or shift:
+            raise OpsdError(
+                f"control with teacher=device, shift={shift} under a loss with teacher={loss.teacher}",
+                "a device teacher's signal is measured as it is, under the head that the loss names",
+                "use shift 0 and a loss with teacher=device",
+            )
+    else:
+        loss = dataclasses.replace(loss, teacher="self")
+        data["opsd_signal"] = jagged(engine.score(data, loss, teacher, shift))
     if loss.anchor:
         data["opsd_base"] = jagged(engine.score(data, loss, "own"))
     with engine.frozen(loss if adapters == "off" else None):
@@ -177,11 +188,13 @@ def logprobs(engine: OpsdEngine, sequences: Sequence[Sequence[int]], positions: 
 
 
 def adapter_stats(engine: OpsdEngine) -> dict[str, Any]:
-    """``tensors``: number of adapter tensors; ``dtypes``: theirs; ``max_abs_B``: largest entry of any lora_B, over ranks."""
+    """``tensors``: number of adapter tensors; ``dtypes``: theirs; ``max_abs_B``: largest entry of any lora_B, over ranks;
+    ``parameters``: number of all parameters, one for tied ones."""
     adapters = {k: p.detach() for k, p in engine.module.named_parameters() if "lora_" in k}
     shards = [p.to_local() if isinstance(p, DTensor) else p for k, p in adapters.items() if "lora_B" in k]
     largest = max((float(s.abs().max()) for s in shards if s.numel()), default=0.0)
     over_ranks = torch.tensor(largest, device=get_device_id())
     dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in adapters.values()})
-    return {"tensors": len(adapters), "dtypes": dtypes, "max_abs_B": float(over_ranks)}
+    parameters = sum(1 for _ in engine.module.parameters())
+    return {"tensors": len(adapters), "dtypes": dtypes, "max_abs_B": float(over_ranks), "parameters": parameters}

@@ -97,6 +97,7 @@ class OpsdEngine(FSDPEngineWithLMHead):
         self._moved = False  # whether the weights are no longer those that were loaded
         self._initial: list[Tensor] | None = None
         self._initial_head_VH: Tensor | None = None
+        self._teacher_head: tuple[str, Tensor] | None = None  # name and weight of a device teacher's vocabulary
 
     def initialize(self) -> None:
         """Builds model, optimizer and scheduler; everything that was kept about earlier weights is dropped."""
@@ -155,9 +156,40 @@ class OpsdEngine(FSDPEngineWithLMHead):
                 "the anchor's hidden states are read under the student's own head, which must not move",
                 "train an adapter (actor_rollout_ref.model.lora_rank > 0), or switch the anchor off",
             )
+        if loss.teacher == "device" and self._teacher_head is None:
+            raise OpsdError(
+                "teacher=device without the teacher's vocabulary weight",
+                "a device teacher's hidden states are read under its own vocabulary weight",
+                "call set_teacher_head (opsd_set_teacher_head on the worker) before the loss is set",
+            )
         if loss.reference == "initial" and self._initial is None:
             self._keep_initial()
         self._prepared = loss
+
+    def set_teacher_head(self, name: str, weight_VH: Tensor) -> None:
+        """Keeps a device teacher's vocabulary weight on this rank's device, in the compute dtype.
+
+        Args:
+            name: ``Signal.head_id`` of the teacher.
+            weight_VH: [V, H] with the student's V; H is the teacher's.
+
+        Raises:
+            OpsdError: the name is one of the student's own heads, or the vocabulary has another size.
+        """
+        if name in ("student", "initial") or weight_VH.dim() != 2 or weight_VH.shape[0] != self.head.out_features:
+            raise OpsdError(
+                f"teacher head {name!r} of shape {tuple(weight_VH.shape)} beside a student vocabulary of {self.head.out_features}",
+                "student and teacher share one vocabulary, entry by entry; 'student' and 'initial' are the student's own heads",
+                "choose a teacher of the student's family with the same number of vocabulary rows",
+            )
+        self._teacher_head = (name, weight_VH.to(get_device_id(), self._autocast_dtype))
+
+    def _head_of(self, loss: OpsdLoss) -> tuple[str, Tensor | None]:
+        """``head_id`` and vocabulary weight of the teacher that the loss names; None: the head's own weight."""
+        if loss.teacher == "device":
+            assert self._teacher_head is not None  # prepare
+            return self._teacher_head
+        return ("student", None) if self._initial_head_VH is None else ("initial", self._initial_head_VH)
 
     @property
     def _head_trains(self) -> bool:
@@ -368,7 +400,7 @@ class OpsdEngine(FSDPEngineWithLMHead):
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> tuple[Tensor, dict]:
         """One micro-batch. With an :class:`OpsdLoss` the rows bring their signal in ``opsd_signal`` (and ``opsd_base``): hidden
-        states [N_r, H] under the student's own vocabulary head.
+        states [N_r, H] of the teacher that the loss names (``opsd_base``: of the reference), under that teacher's vocabulary head.
 
         Returns:
             The loss times the data-parallel size (FSDP averages over ranks), and verl's record: ``loss``, ``metrics`` with a
@@ -382,12 +414,13 @@ class OpsdEngine(FSDPEngineWithLMHead):
         ids, positions = batch["input_ids"].unbind(), batch["opsd_position"].unbind()
         packed = tu.get_non_tensor_data(batch, "use_remove_padding", True)
         counts = [len(p) for p in positions]
+        head_id, teacher_weight_VH = self._head_of(loss_function)
         task = HeadTask(
             kind="loss",
             index_N=layout_index([len(x) for x in ids], positions, packed),
             labels_N=torch.cat([x[p + 1] for x, p in zip(ids, positions, strict=True)]),
-            teacher=signal_of(batch, "opsd_signal", counts, "student" if self._initial_head_VH is None else "initial"),
-            teacher_weight_VH=self._initial_head_VH,
+            teacher=signal_of(batch, "opsd_signal", counts, head_id),
+            teacher_weight_VH=teacher_weight_VH,
             coef_N=flat(batch, "opsd_coef") * self.get_data_parallel_size(),
             anchor=signal_of(batch, "opsd_base", counts, "student") if loss_function.anchor else None,
             anchor_coef_N=flat(batch, "opsd_anchor") * self.get_data_parallel_size() if loss_function.anchor else None,

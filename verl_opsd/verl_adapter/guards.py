@@ -16,6 +16,7 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
 from verl_opsd.errors import OpsdError
+from verl_opsd.rundir import RunDir
 from verl_opsd.verl_adapter import checks
 from verl_opsd.verl_adapter.agent_loop import OWN_BACKENDS
 
@@ -40,6 +41,45 @@ def startup_checks(trainer: Any) -> None:
     for c in found:
         trainer.run_dir.evidence(f"startup:{c['name']}", c["value"], c["threshold"], c["passed"] or not c["fatal"], c["note"])
     checks.require(found)
+
+
+def teacher_checks(trainer: Any) -> None:
+    """The device teacher at start-up: its logits are its hidden states under its weight, and its workers agree."""
+    teacher, run = trainer.teacher, trainer.run_dir
+    run.evidence("startup:teacher_head", teacher.head_error, teacher.tolerance, True, "of the largest logit")
+    run.require(
+        "startup:teacher_workers_agree",
+        teacher.spread,
+        teacher.tolerance,
+        teacher.spread <= teacher.tolerance,
+        "the teacher's workers give different hidden states for one sequence: devices, files or library versions differ",
+        f"{trainer.opsd.teacher.devices} workers",
+    )
+
+
+def teacher_control(trainer: Any, batch: KVBatchMeta) -> None:
+    """Before the first update: the device teacher against the student's base, through the path that trains.
+
+    Without the brief the divergence is the gap between the models: a gate when the teacher is the student's own model, which has
+    none. With the brief it is the pull. The rows carry the teacher's view again afterwards.
+    """
+    gates, run = trainer.opsd.gates, trainer.run_dir
+    trainer.score(batch, "own")
+    gap = _control(trainer, batch, "device", 0, "off")
+    detail = f"mean nats over {gap.size} loss positions, max {gap.max():.2e}"
+    if trainer.opsd.teacher.path == trainer.config.actor_rollout_ref.model.path:
+        run.require(
+            "device_identity",
+            float(gap.mean()),
+            gates.identity_max,
+            bool(gap.mean() <= gates.identity_max),
+            "a device teacher that is the student's model differs from the student's base: dtype, kernels, positions or head",
+            detail,
+        )
+    run.evidence("teacher_gap", float(gap.mean()), None, True, f"no brief; {detail}")
+    trainer.score(batch, "view")
+    pull = _control(trainer, batch, "device", 0, "off")
+    run.evidence("teacher_pull", float(pull.mean()), None, True, f"device teacher with brief, mean nats, max {pull.max():.2e}")
 
 
 def _control(trainer: Any, batch: KVBatchMeta, teacher: str, shift: int, adapters: str) -> np.ndarray:
@@ -91,7 +131,7 @@ def identity_control(trainer: Any, batch: KVBatchMeta) -> None:
 def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:
     """Compares trained and published weights before any rollout uses them.
 
-    Every adapter tensor bound and, after an update, not zero; KL(trained || published), mean over probe positions, within
+    Every tensor bound; after an update the adapter is not zero, or without one some weight has changed; KL(trained || published), mean over probe positions, within
     ``gates.publish_kl_max``. Other servers than ours give the log-probabilities of given tokens only: the second-order estimate of
     the same divergence is bounded, and the share of the trained weights' move that the server made must be at least
     ``gates.publish_follow_min`` (:func:`_require_followed`).
@@ -119,14 +159,7 @@ def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:
     for n, server in enumerate(servers):
         if own:
             report = ray.get(server.adapter_report.remote(), timeout=120)
-            run.require(
-                "adapter_bound",
-                report["bound"],
-                stats["tensors"],
-                report["bound"] == stats["tensors"] and not report["missing"] and not report["unexpected"],
-                "the rollout server did not bind every published tensor",
-                f"server {n}: {report}",
-            )
+            _require_bound(run, report, stats, n, trained)
             theirs = ray.get(server.score_logprobs.remote(sequences, positions), timeout=600)
             kl = float(np.mean(np.concatenate([kl_rows(a, b) for a, b in zip(ours, theirs, strict=True)])))
         else:
@@ -143,6 +176,31 @@ def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:
     if not own:
         _require_followed(trainer, servers)
     return worst
+
+
+def _require_bound(run: RunDir, report: dict[str, Any], stats: dict[str, Any], n: int, trained: bool) -> None:
+    """Every tensor of the adapter, or of the whole model without one, has its place in server ``n``."""
+    kind, tensors = ("adapter", stats["tensors"]) if stats["tensors"] else ("full", stats["parameters"])
+    whole = report["kind"] == kind and not report["missing"] and not report["unexpected"]
+    # tied weights are one parameter and may arrive under each of their names
+    enough = report["bound"] == tensors if kind == "adapter" else report["bound"] >= tensors
+    run.require(
+        f"{kind}_bound",
+        report["bound"],
+        tensors,
+        whole and enough,
+        "the rollout server did not bind every published tensor",
+        f"server {n}: {report}",
+    )
+    if trained and kind == "full":
+        run.require(
+            "weights_changed",
+            report["changed"],
+            0,
+            report["changed"] > 0,
+            "the update left every weight as it was: learning rate, coefficients or gradient flow",
+            f"server {n}, {report['bound']} tensors",
+        )
 
 
 def kl_rows(p_PV: np.ndarray, q_PV: np.ndarray) -> np.ndarray:

@@ -8,27 +8,45 @@ import importlib.util
 import os
 import platform
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_opsd import resume
 from verl_opsd.config import OpsdConfig
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
-from verl_opsd.plugin import cache_dir
+from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
+from verl_opsd.verl_adapter.keys import check_keys
 
 PACKAGES = ("verl-opsd", "verl", "torch", "transformers", "peft", "ray", "cooperbench", "TransferQueue", "vllm")
+
+
+def require_plugin() -> None:
+    """verl loads this plugin, in this process and in Ray's.
+
+    Raises:
+        OpsdError: verl's plugin policy leaves it out, or the entry point is not installed.
+    """
+    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip()
+    installed = {e.name for e in importlib.metadata.entry_points(group="verl.plugins") if e.value == "verl_opsd.plugin"}
+    wanted = installed if policy.lower() == "auto" else installed & {name.strip() for name in policy.lower().split(",")}
+    if not wanted or "verl_opsd.plugin" not in sys.modules:
+        raise OpsdError(
+            f"verl does not load the verl-opsd plugin (VERL_USE_EXTERNAL_PLUGINS={policy}, installed {sorted(installed)})",
+            "a recipe's trainer, workers and rollout servers are registered through the entry point group `verl.plugins`",
+            "unset VERL_USE_EXTERNAL_PLUGINS or add opsd to it; if nothing is installed, `pip install .`",
+        )
 
 
 def parse(config: DictConfig) -> OpsdConfig:
     """The `opsd` section, validated; verl's own keys that contradict it are refused.
 
     Raises:
-        OpsdError: see :meth:`OpsdConfig.parse`, and every contradiction between verl's keys and ours.
+        OpsdError: see :meth:`OpsdConfig.parse`, a key that nothing reads, and every contradiction between verl's keys and ours.
     """
     if not isinstance(config.get("recipe", None), (type(None), DictConfig)) or "opsd" not in config:
         raise OpsdError(
@@ -36,6 +54,11 @@ def parse(config: DictConfig) -> OpsdConfig:
             "`+recipe=` must be resolved as a config group, or verl's defaults would run instead",
             "install with `pip install .`, or `pip install -e . --config-settings editable_mode=compat`",
         )
+    missing = [str(k) for k in config if OmegaConf.is_missing(config, k)]  # first: keys of the section refer to them
+    missing = missing or [f"opsd.{k}" for k in sorted(OmegaConf.missing_keys(config.opsd))]
+    if missing:
+        raise OpsdError(f"{', '.join(missing)} not set", "there is no default", "give KEY=VALUE on the command line")
+    check_keys(config)
     opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
     _verl_contradictions(config, opsd)
     return opsd
@@ -57,10 +80,10 @@ def _verl_contradictions(config: DictConfig, opsd: OpsdConfig) -> None:
         (actor.strategy != "fsdp2", f"actor.strategy={actor.strategy}", "the engine runs under FSDP2 only", "set it to fsdp2"),
         (model.lora.merge, "model.lora.merge=true", "a bf16 merge loses almost all of a small update", "set it to false"),
         (
-            config.trainer.v1.trainer_mode != "opsd",
+            not _is_opsd_trainer(config.trainer.v1.trainer_mode),
             f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode}",
-            "a recipe of this project runs its own trainer",
-            "leave the key out",
+            "a recipe of this project runs OpsdTrainer, or a registered subclass of it",
+            "leave the key out, or name the module that registers the subclass in VERL_USE_EXTERNAL_MODULES",
         ),
         (
             bool(config.distillation.enabled),
@@ -90,16 +113,47 @@ def _verl_contradictions(config: DictConfig, opsd: OpsdConfig) -> None:
             raise OpsdError(what, rule, way_out)
 
 
-def check_hardware(opsd: OpsdConfig) -> None:
-    """A scale that the hardware can't carry is refused before a device is touched."""
+def _is_opsd_trainer(mode: str) -> bool:
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    from verl_opsd.verl_adapter.trainer import OpsdTrainer
+
+    return issubclass(TRAINER_REGISTRY.get(mode, object), OpsdTrainer)
+
+
+def check_briefs(opsd: OpsdConfig, pairs: list[PairTask]) -> None:
+    """Makes every agent's brief once, so that an unknown or forbidden one stops here and not in the first episode.
+
+    Raises:
+        OpsdError: see :func:`verl_opsd.privilege.briefs.make_brief`.
+    """
+    from verl_opsd.verl_adapter.agent_loop import briefs_for
+
+    for pair in pairs:
+        briefs_for(opsd, pair)
+
+
+def check_hardware(config: DictConfig, opsd: OpsdConfig) -> None:
+    """A scale that the hardware can't carry is refused before a device is touched.
+
+    Raises:
+        OpsdError: no device is left for the student, or student and teacher together need more than there are.
+    """
     import torch
 
     have = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    need = int(opsd.scale[3:]) if opsd.scale.startswith("gpu") else 0
+    student, teacher = config.trainer.n_gpus_per_node, opsd.teacher.devices if opsd.teacher.kind == "device" else 0
+    if student < 1:
+        raise OpsdError(
+            f"scale={opsd.scale} with {teacher} teacher devices leaves {student} for the student",
+            "each teacher worker and each student rank has a device of its own",
+            "take a larger scale, fewer opsd.teacher.devices, or teacher=self",
+        )
+    need = max(int(opsd.scale[3:]), student + teacher) if opsd.scale.startswith("gpu") else 0
     if have < need:
         raise OpsdError(
             f"scale={opsd.scale} on a host with {have} accelerators",
-            f"this scale needs {need}",
+            f"this scale needs {need}: {student} for the student, {teacher} for the teacher",
             "leave scale out (it is chosen from the hardware), or use a Ray cluster that has them (trainer.nnodes)",
         )
 
@@ -155,16 +209,16 @@ def check_model_path(path: str, where: str) -> None:
 
 
 def check_teacher(opsd: OpsdConfig, student_path: str) -> None:
-    """A teacher on its own device must read the student's ids: same vocabulary, same special tokens.
+    """A teacher on its own device must read the student's ids: same vocabulary, same special tokens, a context as long.
 
     Raises:
-        OpsdError: the tokenizers differ; the first differing entries are named.
+        OpsdError: the tokenizers differ (the first differing entries are named), or the models' vocabulary or context does.
     """
     if opsd.teacher.kind != "device":
         return
     assert opsd.teacher.path is not None
     check_model_path(opsd.teacher.path, "opsd.teacher.path")
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     ours, theirs = (AutoTokenizer.from_pretrained(p) for p in (student_path, opsd.teacher.path))
     a, b = ours.get_vocab(), theirs.get_vocab()
@@ -176,6 +230,14 @@ def check_teacher(opsd: OpsdConfig, student_path: str) -> None:
             f"opsd.teacher.path={opsd.teacher.path} has another tokenizer than the student ({len(different)} entries: {shown})",
             "the teacher re-scores the student's own token ids, so both must read them alike",
             "choose a teacher of the student's family",
+        )
+    student, teacher = (AutoConfig.from_pretrained(p).get_text_config() for p in (student_path, opsd.teacher.path))
+    context = getattr(teacher, "max_position_embeddings", None)
+    if student.vocab_size != teacher.vocab_size or (context is not None and context < opsd.contract.context_length):
+        raise OpsdError(
+            f"opsd.teacher.path={opsd.teacher.path} with {teacher.vocab_size} vocabulary rows and a context of {context} tokens",
+            f"the student has {student.vocab_size} rows, and opsd.contract.context_length={opsd.contract.context_length} tokens are scored",
+            "choose a teacher of the student's family, or lower the context length",
         )
 
 
@@ -265,8 +327,8 @@ def write_data(run: RunDir, pairs: list[PairTask], name: str, repeat_to: int = 0
     pandas.DataFrame(rows).to_parquet(path)
 
 
-def meta(config: DictConfig, opsd: OpsdConfig) -> dict[str, Any]:
-    """What this run used: versions, files, devices, seeds, the resolved config."""
+def meta(config: DictConfig, opsd: OpsdConfig, started: float) -> dict[str, Any]:
+    """What this run used: versions, files, devices, seeds, temporary directories, the config."""
     import torch
 
     from verl_opsd.cooperbench.identity import harness_identity
@@ -280,11 +342,13 @@ def meta(config: DictConfig, opsd: OpsdConfig) -> dict[str, Any]:
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return {
         "argv": sys.argv,
-        "started": time.time(),
+        "started": started,
         "python": platform.python_version(),
         "versions": versions,
         "devices": devices or [f"cpu x {os.cpu_count()}"],
         "harness": harness_identity(),
+        "student": str(OmegaConf.select(config, "actor_rollout_ref.model.path")),
+        "temporary": {"run": os.environ["OPSD_TMP"], "ray": os.environ["OPSD_RAY_TMP"]},
         "opsd": dataclasses.asdict(opsd),
         "config": OmegaConf.to_container(
             OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"]), resolve=False
@@ -298,22 +362,23 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
 
     opsd = parse(config)
     print(f"verl-opsd: recipe={opsd.recipe} scale={opsd.scale} run directory {run.path}", flush=True)
-    check_hardware(opsd)
+    check_hardware(config, opsd)
     check_rollout(config.actor_rollout_ref.rollout.name)
     require_sandbox(opsd.sandbox.backend, allow_unsafe=opsd.sandbox.allow_unsafe)
     model_path = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
     ensure_student(opsd, model_path)
     check_teacher(opsd, model_path)
     train, evaluation = load_pairs(opsd)
+    check_briefs(opsd, train + evaluation)
     contract = freeze_contract(opsd, train + evaluation, model_path)
     if opsd.mode == "offline":
         from verl_opsd.verl_adapter.corpus import check_corpus
 
         check_corpus(opsd, contract)
+    resume.check(run, contract)
     write_data(run, train, "train", repeat_to=config.data.train_batch_size)
     write_data(run, evaluation, "val")
     write_json(run.path / "contract.json", contract.as_dict())
-    write_json(run.path / "meta.json", meta(config, opsd))
     print(
         f"verl-opsd: contract {contract.hash[:12]}, {len(train)} training pairs, {len(evaluation)} evaluation pairs", flush=True
     )

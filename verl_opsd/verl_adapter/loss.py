@@ -15,7 +15,9 @@ class OpsdLoss:
     Attributes:
         spec: divergence, support and data-dependent weights.
         chunk: loss positions per chunk of the vocabulary head.
-        reference: weights of the self teacher and of the anchor. ``adapter_off``: the student's base, with its adapters
+        teacher: whose signal ``opsd_signal`` is. ``self``: the reference weights, scored by the engine, under the student's own
+            vocabulary head. ``device``: another model, scored before the update, under the head given to ``set_teacher_head``.
+        reference: weights of the self teacher, of the controls and of the anchor. ``adapter_off``: the student's base, with its adapters
             switched off. ``initial``: a frozen copy of the trainable weights as they were when this loss was set.
         anchor: whether the divergence from the reference on the student's own ids is part of the loss; its coefficients are
             the rows' ``opsd_anchor``.
@@ -23,5 +25,6 @@ class OpsdLoss:
 
     spec: LossSpec = field(default_factory=LossSpec)
     chunk: int = 256
+    teacher: Literal["self", "device"] = "self"
     reference: Literal["adapter_off", "initial"] = "adapter_off"
     anchor: bool = False

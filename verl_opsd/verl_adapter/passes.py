@@ -6,31 +6,14 @@ Pure tensor functions; nothing here knows verl, FSDP or the model. Suffixes: N l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
+from verl_opsd.teachers.base import Pass
 from verl_opsd.tokens.rows import FIELDS, check_row
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One sequence of one row, and the loss positions that it scores.
-
-    Attributes:
-        row: index of the row on this rank.
-        slots_N: int64, which of the row's loss positions this pass scores.
-        ids_T: int64 token ids.
-        index_N: int64, positions in ``ids_T`` whose hidden state predicts the loss token.
-    """
-
-    row: int
-    slots_N: Tensor
-    ids_T: Tensor
-    index_N: Tensor
 
 
 def rows_of(data: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

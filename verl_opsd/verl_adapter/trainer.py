@@ -7,7 +7,11 @@ and, when it is due, evaluates. Passes that distillation does not need (old log-
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import ray
@@ -17,19 +21,24 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.trainer.ppo.ray_trainer import ResourcePoolManager
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
+from verl_opsd import resume
 from verl_opsd.config import OpsdConfig
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.report import write_report
 from verl_opsd.rundir import RunDir
+from verl_opsd.teachers.base import Pass
 from verl_opsd.tokens.rows import FIELDS, padding_fields
-from verl_opsd.verl_adapter import corpus, guards
+from verl_opsd.tokens.store import EpisodeStore
+from verl_opsd.verl_adapter import corpus, guards, teacher
 from verl_opsd.verl_adapter.engine import OpsdLoss
+from verl_opsd.verl_adapter.passes import own_passes, rows_of, view_passes
 from verl_opsd.verl_adapter.reduce import with_coefficients
 from verl_opsd.verl_adapter.worker import OpsdWorker
 
@@ -43,7 +52,23 @@ def loss_of(opsd: OpsdConfig, lora: bool) -> OpsdLoss:
         spec=opsd.loss.spec(),
         chunk=opsd.loss.chunk,
         reference="adapter_off" if lora else "initial",
+        teacher=opsd.teacher.kind,
         anchor=opsd.loss.anchor > 0,
+    )
+
+
+def faults_of_round(step: int, outcomes: dict[str, int], run: RunDir) -> OpsdError:
+    """The error of a round that infrastructure faults have ended.
+
+    Args:
+        outcomes: number of this round's episodes by outcome.
+    """
+    counted = ", ".join(f"{n} {kind}" for kind, n in sorted(outcomes.items()))
+    return OpsdError(
+        f"round {step} was ended by infrastructure faults; its episodes: {counted}",
+        "a faulty episode is masked, never scored; a round needs one that was scored, and a living rollout server",
+        f"read the cause above and the episodes in {run.episodes}; start again with the same hydra.run.dir to go on from the "
+        "last checkpoint",
     )
 
 
@@ -54,7 +79,17 @@ def nested(rows: list[torch.Tensor]) -> torch.Tensor:
 
 @register_trainer("opsd")
 class OpsdTrainer(PPOTrainerSync):
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    A subclass that is registered with verl's ``register_trainer`` is chosen by ``trainer.v1.trainer_mode``.
+
+    Attributes:
+        worker_cls: the Ray worker of every role, :class:`OpsdWorker` or a subclass.
+    """
+
+    worker_cls: type[OpsdWorker] = OpsdWorker
+
+    resource_pool_manager: ResourcePoolManager
 
     def __init__(self, config: Any):
         self.opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
@@ -63,6 +98,8 @@ class OpsdTrainer(PPOTrainerSync):
         self._stage_started = 0.0
         self._controlled = False
         self.followed: guards.Followed | None = None
+        self._collecting = False
+        self._evaluation_due = False
         super().__init__(config)
 
     # ---- set-up -------------------------------------------------------------------------------------------------------
@@ -75,19 +112,61 @@ class OpsdTrainer(PPOTrainerSync):
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
         for role in self.role_worker_mapping:
-            self.role_worker_mapping[role] = ray.remote(OpsdWorker)
+            self.role_worker_mapping[role] = ray.remote(self.worker_cls)
+        if self.opsd.teacher.kind == "device":
+            spec = self.resource_pool_manager.resource_pool_spec | {teacher.POOL: [1] * self.opsd.teacher.devices}
+            self.resource_pool_manager = ResourcePoolManager(resource_pool_spec=spec, mapping=self.mapping)
+
+    def make_loss(self) -> OpsdLoss:
+        """The loss that every worker trains with."""
+        return loss_of(self.opsd, lora=self.ref_in_actor)
 
     def on_init_end(self) -> None:
-        """Sets the loss, runs the start-up checks, publishes and checks what was published."""
-        self.actor_rollout_wg.set_loss_fn(loss_of(self.opsd, lora=self.ref_in_actor))
+        """Starts the device teacher, sets the loss, runs the start-up checks, publishes and checks what was published."""
+        self._resume()
+        if self.opsd.teacher.kind == "device":
+            self.teacher = teacher.teacher_pool(self.opsd.teacher, self.resource_pool_manager.resource_pool_dict[teacher.POOL])
+            guards.teacher_checks(self)
+            self.actor_rollout_wg.opsd_set_teacher_head(self.teacher.name, self.teacher.head_weight())
+        self.actor_rollout_wg.set_loss_fn(self.make_loss())
         guards.startup_checks(self)
         super().on_init_end()
         guards.after_publish(self, batch=None)
 
+    def _resume(self) -> None:
+        """Moves aside what rounds after the checkpoint left. An evaluation that was due and did not end is run again."""
+        step, trainer = self.global_steps, self.config.trainer
+        due = step > 0 and trainer.test_freq > 0 and (step >= self.total_training_steps or step % trainer.test_freq == 0)
+        ended = resume.evaluated(self.run_dir, step)
+        self._evaluation_due = due and not ended and not trainer.val_before_train
+        resume.set_aside(self.run_dir, step, keep_evaluation=ended and not trainer.val_before_train)
+
+    def on_train_begin(self) -> None:
+        super().on_train_begin()
+        if self._evaluation_due:  # of the round before the next one
+            self.global_steps -= 1
+            self.logger.log(data=self._validate(), step=self.global_steps)
+            self.global_steps += 1
+
     def fit(self, agent_loop_manager: Any) -> None:
-        """Trains, then writes the report; also when only evaluation was asked for."""
+        """Trains, exports the adapter and writes the report; the report also when only evaluation was asked for."""
+        with self.run_dir.stage(0, "start", started=self.run_dir.started()):
+            pass  # it ends here: workers run, models are loaded, start-up checks have passed
         super().fit(agent_loop_manager)
+        if self.config.trainer.save_freq <= 0 and not self.config.trainer.val_only:
+            self._export_adapter(self.total_training_steps)
         write_report(self.run_dir, self.opsd)
+
+    def _save_checkpoint(self) -> None:
+        self._export_adapter(self.global_steps)  # before verl's part, which marks the checkpoint as whole
+        super()._save_checkpoint()
+
+    def _export_adapter(self, step: int) -> None:
+        """The trained adapter in PEFT's layout; nothing in full-parameter training, whose weights are in verl's checkpoint."""
+        if self.ref_in_actor:
+            self.actor_rollout_wg.opsd_export_adapter(
+                str(Path(self.config.trainer.default_local_dir, f"global_step_{step}", "adapter").absolute())
+            )
 
     # ---- collect ------------------------------------------------------------------------------------------------------
 
@@ -102,11 +181,52 @@ class OpsdTrainer(PPOTrainerSync):
 
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> KVBatchMeta:
         size = corpus.size(self.opsd) if self.opsd.mode == "offline" else sample_batch_size
-        return super()._step_once(metrics, timing_raw, size)
+        with self._naming_faults("train"):
+            return super()._step_once(metrics, timing_raw, size)
+
+    def on_sample_begin(self) -> None:
+        super().on_sample_begin()
+        self._collecting = self.opsd.mode != "offline"
 
     def on_sample_end(self) -> None:
         super().on_sample_end()
+        if self._collecting:
+            self._require_recorded("train", self.config.data.train_batch_size)
+        self._collecting = False
         self._finish_stage("collect")
+
+    @contextmanager
+    def _naming_faults(self, split: str) -> Iterator[None]:
+        """Errors of collecting episodes, after infrastructure faults, as one error that counts them."""
+        try:
+            yield
+        except OpsdError:
+            raise
+        except Exception as error:
+            outcomes = self._outcomes(split) if self._collecting else {}
+            if set(outcomes) <= {"scored"}:
+                raise
+            raise faults_of_round(self.global_steps, outcomes, self.run_dir) from error
+
+    def _outcomes(self, split: str) -> dict[str, int]:
+        """How this round's stored episodes of a split ended."""
+        store = EpisodeStore(self.run_dir.episodes)
+        prefix = f"{split}-{self.global_steps:05d}-"
+        return dict(Counter(store.read(e).outcome for e in store.ids() if e.startswith(prefix)))
+
+    def _require_recorded(self, split: str, count: int) -> None:
+        """verl goes on without an episode whose code raised; here every episode is on record, or the run stops.
+
+        Raises:
+            OpsdError: an episode left no record.
+        """
+        outcomes = self._outcomes(split)
+        if sum(outcomes.values()) != count:
+            raise OpsdError(
+                f"round {self.global_steps}: {sum(outcomes.values())} of {count} {split} episodes are on record ({outcomes})",
+                "an episode ends scored or as a named fault; one that ends in another error is a bug or bad input",
+                "read the error of the agent-loop worker in this output (`Error in _run_prompt`)",
+            )
 
     def _finish_stage(self, name: str, **outputs: Any) -> None:
         started, self._stage_started = self._stage_started, time.time()
@@ -177,7 +297,28 @@ class OpsdTrainer(PPOTrainerSync):
 
     # ---- score and train ----------------------------------------------------------------------------------------------
 
+    def score(self, batch: KVBatchMeta, source: Literal["view", "own"]) -> KVBatchMeta:
+        """Puts the device teacher's hidden states at every loss position into the rows, as ``opsd_signal`` [N_r, H].
+
+        Args:
+            source: ``view``: the teacher's view; ``own``: the student's own ids.
+        """
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids", *FIELDS])
+        rows = rows_of(data)
+        by_row: list[list[Pass]] = [[] for _ in rows]
+        for p in view_passes(rows) if source == "view" else own_passes(rows):
+            by_row[p.row].append(p)
+        fields = TensorDict({"opsd_signal": nested(self.teacher.score(by_row))}, batch_size=len(batch))
+        scored: KVBatchMeta = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        scored.extra_info = batch.extra_info
+        return scored
+
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        if self.opsd.teacher.kind == "device":
+            self._stage_started = time.time()
+            batch = self.score(batch, "view")
+            metrics["opsd/teacher_restarts"] = self.teacher.restarts
+            self._finish_stage("score", restarts=self.teacher.restarts)
         actor = self.config.actor_rollout_ref.actor
         size = len(batch) // self._groups
         batch.extra_info.update(
@@ -193,6 +334,8 @@ class OpsdTrainer(PPOTrainerSync):
         )
         if not self._controlled:
             guards.identity_control(self, batch)
+            if self.opsd.teacher.kind == "device":
+                guards.teacher_control(self, batch)
             self._controlled = True
         output = self.actor_rollout_wg.update_actor(batch)["metrics"]
         self._save_telemetry(output)
@@ -234,8 +377,11 @@ class OpsdTrainer(PPOTrainerSync):
         self._finish_stage("publish", kl=kl, version=self.global_steps)
 
     def _validate(self) -> dict[str, float]:
-        self._stage_started = time.time()
-        result = super()._validate()
+        self._stage_started, self._collecting = time.time(), True
+        with self._naming_faults("eval"):
+            result = super()._validate()
+        self._collecting = False
+        self._require_recorded("eval", len(self.val_dataset))
         self._finish_stage("evaluate")
         return result
 

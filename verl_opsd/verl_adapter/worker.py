@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch import Tensor
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_opsd.errors import OpsdError
-from verl_opsd.verl_adapter import checks
+from verl_opsd.verl_adapter import checks, export
 from verl_opsd.verl_adapter.engine import OpsdEngine
 from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged
@@ -48,7 +50,7 @@ class OpsdTrainingWorker(TrainingWorker):
     def train_mini_batch(self, data: TensorDict) -> TensorDict:
         """verl's loop over epochs and mini-batches, after scoring.
 
-        A batch that brings ``opsd_signal`` (jagged hidden states [N_r, H] under the student's own head) is not scored; all
+        A batch that brings ``opsd_signal`` (jagged hidden states [N_r, H] of the teacher that the loss names) is not scored; all
         ranks must bring it or none.
 
         Returns:
@@ -70,6 +72,12 @@ class OpsdTrainingWorker(TrainingWorker):
         for name, source in wanted.items():
             given = torch.tensor(int(name in data), device=get_device_id())
             dist.all_reduce(given, op=dist.ReduceOp.SUM)
+            if int(given) == 0 and name == "opsd_signal" and loss.teacher != "self":
+                raise OpsdError(
+                    f"teacher={loss.teacher} and rows without opsd_signal",
+                    "only the self teacher is scored by the student's engine",
+                    "put the teacher's hidden states into the rows before the update",
+                )
             if int(given) == 0:
                 data[name] = jagged(self.engine.score(data, loss, source))
             elif int(given) != dist.get_world_size():
@@ -100,10 +108,10 @@ class OpsdTrainingWorker(TrainingWorker):
     def control(self, data: TensorDict) -> TensorDict:
         """See :meth:`OpsdWorker.opsd_control`."""
         teacher, shift, adapters = (tu.get(data, f"opsd_control_{k}") for k in ("teacher", "shift", "adapters"))
-        if teacher not in ("own", "view") or not isinstance(shift, int) or adapters not in ("off", "on"):
+        if teacher not in ("own", "view", "device") or not isinstance(shift, int) or adapters not in ("off", "on"):
             raise OpsdError(
                 f"control with teacher={teacher!r} shift={shift!r} adapters={adapters!r}",
-                "teacher is own or view, shift a number of tokens, adapters off or on",
+                "teacher is own, view or device, shift a number of tokens, adapters off or on",
                 "put opsd_control_teacher, opsd_control_shift and opsd_control_adapters into the batch's extra info",
             )
         cfg = self.engine_config
@@ -117,6 +125,10 @@ class OpsdTrainingWorker(TrainingWorker):
         with self.engine.eval_mode():
             return checks.control(self._opsd_engine(), data, self._loss(), teacher, shift, adapters)
 
+    def set_teacher_head(self, name: str, weight_VH: Tensor) -> None:
+        """See :meth:`OpsdWorker.opsd_set_teacher_head`."""
+        self._opsd_engine().set_teacher_head(name, weight_VH)
+
     def run_checks(self) -> list[checks.Check]:
         """See :meth:`OpsdWorker.opsd_checks`."""
         with self.engine.eval_mode():
@@ -126,6 +138,11 @@ class OpsdTrainingWorker(TrainingWorker):
         """See :meth:`OpsdWorker.opsd_logprobs`."""
         with self.engine.eval_mode():
             return checks.logprobs(self._opsd_engine(), sequences, positions)
+
+    def export_adapter(self, folder: str) -> None:
+        """See :meth:`OpsdWorker.opsd_export_adapter`."""
+        with self.engine.eval_mode():
+            export.export_adapter(self._opsd_engine(), Path(folder))
 
     def adapter_stats(self) -> dict[str, Any]:
         """See :meth:`OpsdWorker.opsd_adapter_stats`."""
@@ -148,7 +165,8 @@ class OpsdWorker(ActorRolloutRefWorker):
 
         Args:
             data: rows (``tokens.rows``), and in its extra info ``opsd_control_teacher``: ``own`` scores the student's own ids
-                (identity), ``view`` the teacher's view; ``opsd_control_shift``: tokens by which the teacher's positions are
+                (identity), ``view`` the teacher's view, both under the reference weights; ``device`` takes the rows' own
+                ``opsd_signal`` from the device teacher; ``opsd_control_shift``: tokens by which the teacher's positions are
                 moved, 0 or a negative control; ``opsd_control_adapters``: ``off`` or ``on``, the student's side.
 
         Returns:
@@ -156,6 +174,11 @@ class OpsdWorker(ActorRolloutRefWorker):
             loss position of each row, rows in the order of ``data``.
         """
         return self.actor.control(data)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
+    def opsd_set_teacher_head(self, name: str, weight_VH: Tensor) -> None:
+        """Keeps a device teacher's vocabulary weight (``OpsdEngine.set_teacher_head``); before the loss is set."""
+        self.actor.set_teacher_head(name, weight_VH)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def opsd_checks(self) -> list[checks.Check]:
@@ -173,3 +196,8 @@ class OpsdWorker(ActorRolloutRefWorker):
     def opsd_adapter_stats(self) -> dict[str, Any]:
         """Number, dtypes and largest lora_B entry of the adapter tensors (``checks.adapter_stats``)."""
         return self.actor.adapter_stats()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
+    def opsd_export_adapter(self, folder: str) -> None:
+        """Writes the trained adapter in PEFT's layout (``export.export_adapter``); rank 0 writes."""
+        self.actor.export_adapter(folder)

@@ -7,7 +7,7 @@ from typing import Any
 
 import cpu_platform  # noqa: F401
 import torch
-from ranks import ADAPTER, MODELS, RANK, WORLD, all_rows, configs, gathered, means, mine, refusal, set_params
+from ranks import ADAPTER, MODELS, OUT, RANK, WORLD, all_rows, configs, gathered, means, mine, refusal, set_params
 from tiny import batch, full, make_row
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import TrainingWorkerConfig
@@ -110,4 +110,37 @@ def case_remote() -> dict:
         "shifted": means(worker.opsd_control(shifted)["value_divergence"]),
         "unnamed": refusal(lambda: worker.opsd_control(data)),
         "logprobs": gathered([list(a.shape) for a in worker.opsd_logprobs([[5, 6, 7]], [[0, 2]])]),
+    }
+
+
+def case_export() -> dict:
+    """The exported adapter in PEFT's own hands, on a model that this project has not touched."""
+    from pathlib import Path
+
+    from peft import PeftModel
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    worker, folder = _worker(), Path(OUT).parent / f"export-{WORLD}" / "adapter"
+    ids, positions = [[5, 6, 7, 8, 9], [20, 30]], [[0, 2, 3], [1]]
+    worker.export_adapter(str(folder))  # replaced below
+    set_params(worker.engine, "lora_A", 0.5)
+    trained = worker.logprobs(ids, positions)
+    worker.export_adapter(str(folder))
+    if RANK:
+        return {}
+    with safe_open(folder / "adapter_model.safetensors", "pt") as f:
+        dtypes = sorted({str(f.get_tensor(k).dtype) for k in f.keys()})
+    base = AutoModelForCausalLM.from_pretrained(f"{MODELS}/untied", dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        plain = [base(torch.tensor([i])).logits[0, p].log_softmax(-1).numpy() for i, p in zip(ids, positions, strict=True)]
+        model = PeftModel.from_pretrained(base, str(folder)).eval()
+        loaded = [model(torch.tensor([i])).logits[0, p].log_softmax(-1).numpy() for i, p in zip(ids, positions, strict=True)]
+    return {
+        "files": sorted(p.name for p in folder.iterdir() if p.suffix in (".json", ".safetensors")),
+        "beside": sorted(p.name for p in folder.parent.iterdir()),
+        "dtypes": dtypes,
+        "base": model.peft_config["default"].base_model_name_or_path == f"{MODELS}/untied",
+        "moved": max(float(abs(a - b).max()) for a, b in zip(plain, trained, strict=True)),
+        "gap": max(float(abs(a - b).max()) for a, b in zip(loaded, trained, strict=True)),
     }

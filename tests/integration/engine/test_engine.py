@@ -16,6 +16,8 @@ HERE = Path(__file__).parent
 BOTH = (
     "parity_lora_untied",
     "parity_full_tied",
+    "parity_device_lora",
+    "device_control",
     "anchor",
     "views",
     "masked",
@@ -27,12 +29,15 @@ BOTH = (
     "nonfinite",
     "worker",
     "remote",
+    "export",
 )
 CASES = {
     1: (
         *BOTH,
         "parity_lora_tied",
         "parity_full_untied",
+        "parity_device_full",
+        "device_anchor",
         "adapters_off",
         "grouping",
         "rope",
@@ -108,7 +113,7 @@ PARITY = [(w, c) for w in CASES for c in CASES[w] if c.startswith("parity")]
 @pytest.mark.parametrize(("world", "case"), PARITY)
 def test_parity(measured: Any, world: int, case: str) -> None:
     layouts = {k: v for k, v in measured(world, case).items() if k != "seconds"}
-    assert len(layouts) >= 7
+    assert len(layouts) >= (3 if "device" in case else 7)
     for name, found in layouts.items():
         assert found["missing"] == [], name
         assert found["mean"] > 0.1, name  # there is something to measure
@@ -149,6 +154,39 @@ def test_masked_positions_have_no_gradient(measured: Any, world: int) -> None:
     found = measured(world, "masked")
     assert found["nonzero"] == 0 and found["loss"] == 0 and found["tensors"] == 42
     assert found["one"] > 0
+
+
+# ---- a device teacher --------------------------------------------------------------------------------------------------
+
+
+def test_anchor_beside_a_device_teacher_is_the_students_base(measured: Any) -> None:
+    found = measured(1, "device_anchor")
+    assert min(found["parts"]) > 1e-2
+    assert found["loss"] < 1e-5 and found["grad"] < 1e-4
+
+
+@each_world
+def test_identical_device_teacher_has_no_divergence(measured: Any, world: int) -> None:
+    found = measured(world, "device_control")
+    assert found["identity"]["mean"] <= 1e-6 and found["identity"]["max"] <= 1e-5
+    assert abs(found["view"]) < 1e-5 < 1e-2 < found["view_mean"]
+    assert found["self_identity"]["mean"] <= 1e-6 and found["self_shifted"]["mean"] > 1e-2
+    assert found["grads"] == 0 and found["checks"]
+
+
+DEVICE_REFUSED = {
+    "unset": "before the loss is set",
+    "shifted": "use shift 0",
+    "vocabulary": "same number of vocabulary rows",
+    "own_name": "the student's own heads",
+    "unscored": "before the update",
+}
+
+
+@each_world
+@pytest.mark.parametrize("what", sorted(DEVICE_REFUSED))
+def test_device_teacher_refusals(measured: Any, world: int, what: str) -> None:
+    assert DEVICE_REFUSED[what] in measured(world, "device_control")[what]
 
 
 # ---- scoring ------------------------------------------------------------------------------------------------------------
@@ -331,3 +369,11 @@ def test_remote_methods(measured: Any, world: int) -> None:
     assert found["identity"]["max"] <= 1e-6 and found["shifted"]["mean"] > 1e-2
     assert "opsd_control_teacher" in found["unnamed"]
     assert found["logprobs"] == [[[2, 384]], *[[]] * (world - 1)]
+
+
+@each_world
+def test_peft_loads_the_exported_adapter(measured: Any, world: int) -> None:
+    c = measured(world, "export")
+    assert c["files"] == ["adapter_config.json", "adapter_model.safetensors"] and c["beside"] == ["adapter"]
+    assert c["dtypes"] == ["torch.float32"] and c["base"]
+    assert c["moved"] > 1e-2 and c["gap"] < 1e-5

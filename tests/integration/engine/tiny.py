@@ -32,10 +32,11 @@ _HYBRID: dict[str, Any] = dict(
 
 
 def make_models(root: Path) -> None:
-    """untied and tied Qwen3, a Qwen3.5 text hybrid, and Granite, which scales its logits after the head."""
+    """untied and tied Qwen3, a wider one (a teacher), a Qwen3.5 text hybrid, and Granite, which scales its logits after the head."""
     configs = {
         "untied": Qwen3Config(**_COMMON, num_hidden_layers=3, tie_word_embeddings=False),
         "tied": Qwen3Config(**_COMMON, num_hidden_layers=3, tie_word_embeddings=True),
+        "wide": Qwen3Config(**_COMMON | {"hidden_size": 80}, num_hidden_layers=2, tie_word_embeddings=False),
         "hybrid": Qwen3_5TextConfig(**_COMMON, **_HYBRID, num_hidden_layers=4, tie_word_embeddings=False),
         "granite": GraniteConfig(
             **{k: v for k, v in _COMMON.items() if k != "head_dim"}, num_hidden_layers=1, logits_scaling=3.0

@@ -1,0 +1,95 @@
+"""Faults in a running job: named, bounded in time, masked or fatal as they should be, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from conftest import EVALUATED, FIRST, LOOK, SECOND, START_S, Job, load, wait_for
+
+pytestmark = pytest.mark.e2e
+
+SLOW = {"text": "I wait.", "command": "sleep 15"}
+BOTH = {"agent1": [LOOK, LOOK], "agent2": [LOOK, LOOK]}
+
+
+def in_an_episode(job: Job) -> bool:
+    """Watches; whether a command of an agent runs in a sandbox now."""
+    return any("sleep 15" in line and p.is_running() for p, line in job.watch().items())
+
+
+def test_engine_that_dies_in_the_middle_of_an_episode(job: Callable[..., Job]):
+    dies = {"agent1": [LOOK, {"fault": "die"}], "agent2": [LOOK, LOOK]}
+    run = job({FIRST: dies, SECOND: dies}, "trainer.total_training_steps=1")
+    wait_for(lambda: run.watch() and run.process.poll() is not None, START_S, "end of the run")
+    assert run.process.returncode == 1
+    text = run.text()
+    assert "error: round 1 was ended by infrastructure faults; its episodes: 2 infra:engine_died" in text
+    assert "  rule: a faulty episode is masked" in text and "  way out: read the cause" in text
+    assert run.episodes() == {"train-00001-00000-0": "infra:engine_died", "train-00001-00001-0": "infra:engine_died"}
+    assert not (run.run / "report.json").exists()
+    run.require_clean()
+
+
+def test_kill_9_resume_and_a_masked_episode(job: Callable[..., Job]):
+    """Round 1 with a fault in one of two pairs; killed in the middle of round 2; then continued to the end."""
+    fault = {"agent1": [LOOK, {"fault": "raise"}], "agent2": [LOOK, LOOK]}
+    slow = {"agent1": [SLOW, LOOK], "agent2": [LOOK, LOOK]}
+    keys = ["trainer.total_training_steps=2", "trainer.save_freq=1", "opsd.contract.command_timeout_s=30"]
+    first = job({FIRST: slow, SECOND: fault, EVALUATED: BOTH}, *keys)
+    tracker = first.run / "checkpoints" / "latest_checkpointed_iteration.txt"
+    wait_for(lambda: first.watch() and tracker.exists(), START_S, "checkpoint", first)
+    wait_for(lambda: (first.run / "stages" / "0001-publish.json").exists(), 60 * load(), "end of round 1", first)
+    wait_for(lambda: in_an_episode(first), 60 * load(), "command in round 2", first)
+    wait_for(lambda: "train-00002-00001-0" in first.episodes(), 60 * load(), "stored episode of round 2", first)
+    assert first.sandboxes()
+    first.process.kill()
+    first.process.wait()
+    first.require_clean()
+    of_round_1 = {"train-00001-00000-0": "scored", "train-00001-00001-0": "infra:engine_died"}
+    assert first.episodes() == {**of_round_1, "train-00002-00001-0": "infra:engine_died"}
+
+    second = job({FIRST: BOTH, SECOND: BOTH, EVALUATED: BOTH}, *keys)
+    wait_for(lambda: second.watch() and second.process.poll() is not None, START_S, "end of the run")
+    assert second.process.returncode == 0, second.text()[-5000:]
+    of_round_2 = {"train-00002-00000-0": "scored", "train-00002-00001-0": "scored"}
+    assert second.episodes() == {**of_round_1, **of_round_2, "eval-00002-00000-0": "scored"}
+    report = json.loads((second.run / "report.json").read_text())
+    assert report["train"]["episodes"] == {"ran": 4, "scored": 3, "outcomes": {"scored": 3, "infra:engine_died": 1}}
+    assert report["eval"]["episodes"]["ran"] == 1
+    assert len(report["loss_by_round"]) == 2 and len(report["distillation"]["kl_by_round"]) == 2
+    names = sorted(p.name for p in (second.run / "stages").iterdir())
+    assert names == sorted(
+        [f"{n:04d}-{s}.json" for n in (1, 2) for s in ("collect", "train", "publish")] + ["0002-evaluate.json"]
+    )
+    moved = second.run / "interrupted" / "0"
+    assert [p.name for p in (moved / "episodes").iterdir()] == ["train-00002-00001-0"]
+    lines = [json.loads(line) for line in (second.run / "evidence.jsonl").read_text().splitlines()]
+    resumed = [e for e in lines if e["gate"] == "resume"]
+    assert len(resumed) == 1 and resumed[0]["value"] == 1 and "1 episodes" in resumed[0]["detail"]
+    for step in (1, 2):
+        adapter = second.run / "checkpoints" / f"global_step_{step}" / "adapter"
+        assert (adapter / "adapter_config.json").is_file() and (adapter / "adapter_model.safetensors").is_file()
+    second.require_clean()
+
+
+@pytest.mark.parametrize("how", ["kill -9 of the TaskRunner", pytest.param("Ctrl-C", marks=pytest.mark.slow)])
+def test_stopped_in_the_middle_of_an_episode(job: Callable[..., Job], how: str):
+    slow = {"agent1": [SLOW, LOOK], "agent2": [SLOW, LOOK]}
+    run = job({FIRST: slow, SECOND: slow}, "trainer.total_training_steps=1", "opsd.contract.command_timeout_s=30")
+    wait_for(lambda: in_an_episode(run), START_S, "command of an agent", run)
+    assert run.sandboxes()
+    if how == "Ctrl-C":
+        run.process.send_signal(signal.SIGINT)
+    else:
+        runner = run.actor("TaskRunner")
+        assert runner is not None
+        runner.kill()
+    start = time.monotonic()
+    wait_for(lambda: run.process.poll() is not None, 60 * load(), f"end of the run after {how}")
+    print(f"{how}: the command ended after {time.monotonic() - start:.1f} s with {run.process.returncode}")
+    assert run.process.returncode not in (0, None)
+    run.require_clean()

@@ -1,0 +1,134 @@
+"""Refusals of the real command, in processes of their own: what happens before the callback, and how the plugin is loaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Run:
+    """``train(*arguments, before=CODE, env={})`` runs verl's command after ``before``; checks that no run was started."""
+
+    def run(*arguments: str, before: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        code = textwrap.dedent(before) + textwrap.dedent(
+            """
+            import runpy, sys
+            import ray
+            def init(*args, **kwargs):
+                raise SystemExit("RAY WAS STARTED")
+            ray.init = init
+            runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
+            """
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments, f"hydra.run.dir={tmp_path}/run"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | (env or {}),
+        )
+        assert done.returncode != 0 and "RAY WAS STARTED" not in done.stdout + done.stderr, done.stdout + done.stderr
+        assert sorted(p.name for p in tmp_path.iterdir()) == []
+        return done
+
+    return run
+
+
+def test_misspelt_key_through_the_real_command(train):
+    done = train("+recipe=opd", "+opsd.foo=3")
+    assert done.returncode == 2 and "error: unknown key opsd.foo" in done.stderr and "way out:" in done.stderr
+
+
+def test_unknown_recipe_lists_the_known_ones(train):
+    done = train("+recipe=nope")
+    assert "recipe/nope" in done.stderr and "opd_offline" in done.stderr
+
+
+def test_plugins_switched_off(train):
+    done = train("+recipe=opd", env={"VERL_USE_EXTERNAL_PLUGINS": "none"})
+    assert done.returncode == 2 and "VERL_USE_EXTERNAL_PLUGINS=none" in done.stderr and "way out: unset" in done.stderr
+
+
+HIDDEN = """
+import importlib.abc, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "hydra_plugins" or name.startswith("hydra_plugins."):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def test_hidden_search_path_plugin_is_registered_by_the_plugin_itself(train):
+    """As after a PEP 660 editable install: Hydra's discovery does not see `hydra_plugins`, and recipes resolve all the same."""
+    done = train("+recipe=opd", "+opsd.foo=3", before=HIDDEN)
+    assert done.returncode == 2 and "error: unknown key opsd.foo" in done.stderr
+    done = train("+recipe=nope", before=HIDDEN)
+    assert "recipe/nope" in done.stderr and "opd_offline" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        (
+            # a library that has changed
+            """
+            import omegaconf
+            def gone(*args, **kwargs):
+                raise ImportError("cannot import name 'Gone'")
+            omegaconf.OmegaConf.register_new_resolver = gone
+            """,
+            ["cannot import name 'Gone'", "loading the plugin failed"],
+        ),
+        (
+            # a seam of verl that has moved, found when verl imports the module that it was in
+            """
+            import verl_opsd.verl_adapter.rollout as rollout
+            def moved(module):
+                raise AttributeError("verl.workers.rollout.base has no registry")
+            rollout.register_rollout = moved
+            """,
+            ["has no registry", "registering with verl.workers.rollout.base failed"],
+        ),
+        (
+            # another version of verl
+            """
+            import importlib.metadata
+            real = importlib.metadata.version
+            importlib.metadata.version = lambda name: "9.9.9" if name == "verl" else real(name)
+            """,
+            ["verl 9.9.9", "0.9.1", "loading the plugin failed"],
+        ),
+    ],
+    ids=["import", "seam", "version"],
+)
+def test_broken_plugin_stops_the_process(train, before, words):
+    """verl itself would log it at DEBUG level and train without it."""
+    done = train("+recipe=opd", before=before)
+    assert done.returncode == 1 and all(w in done.stderr for w in [*words, "way out: run `opsd doctor`"]), done.stderr
+
+
+def test_plugin_costs_little_of_import_verl():
+    """Seconds in `import verl_opsd.plugin`, after what `import verl` imports anyway; the median of three processes."""
+    code = (
+        "import os, time; os.environ['VERL_USE_EXTERNAL_PLUGINS'] = 'none'; import verl; start = time.process_time();"
+        "import verl_opsd.plugin; print(time.process_time() - start)"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    seconds = sorted(
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout)
+        for _ in range(3)
+    )
+    assert seconds[1] < 0.3, seconds

@@ -1,0 +1,294 @@
+"""Bad input stops before anything starts: its own error (input, rule, way out), exit code 2, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.errors import ConfigCompositionException
+
+from verl_opsd.cooperbench.dataset import POCKET_DIR
+from verl_opsd.plugin import cache_dir
+
+TRAIN, EVAL = ("pocket_ledger_task", 1), ("pocket_textkit_task", 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["+opsd.foo=3"], ["opsd.foo", "unknown key"]),
+        (["+opsd.loss.anchr=1.0"], ["opsd.loss.anchr"]),
+        (["+opsd.contract.steps=3"], ["opsd.contract.steps"]),
+        (["+trainer.total_trainin_steps=3"], ["trainer.total_trainin_steps", "did you mean total_training_steps?"]),
+        (["+data.train_batchsize=3"], ["data.train_batchsize", "did you mean train_batch_size?"]),
+        (["+actor_rollout_ref.actor.optim.learning_rate=1"], ["actor_rollout_ref.actor.optim.learning_rate"]),
+        (["+actor_rollout_ref.rollout.val_kwarg.n=2"], ["actor_rollout_ref.rollout.val_kwarg", "val_kwargs"]),
+        (["+foo=1"], ["unknown key foo"]),
+        (["+rollout.temperature=0.5"], ["unknown key rollout"]),
+        (["++algorithm.kl_ctl.kl_coef=1"], ["algorithm.kl_ctl", "kl_ctrl"]),
+    ],
+)
+def test_unknown_key_is_named(refused, overrides, words):
+    text = refused(*overrides)
+    assert all(w in text for w in words), text
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["opsd.loss.anchr=1", "opsd.lossy.anchor=1", "trainer.total_trainin_steps=3", "actor_rollout_ref.actr.strategy=x"],
+)
+def test_misspelt_key_without_plus_is_refused_by_hydra(compose, override):
+    with pytest.raises(ConfigCompositionException, match=override.split("=")[0]):
+        compose("+recipe=opd", override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["opsd.teacher.path=/models/other"], ["opsd.teacher.kind=self", "/models/other"]),
+        (["teacher=device", "opsd.teacher.path=null"], ["opsd.teacher.path", "device teacher"]),
+        (["opsd.sandbox.backend=process"], ["opsd.sandbox.backend=process", "allow_unsafe"]),
+        (["opsd.sandbox.backend=process", "opsd.sandbox.allow_unsafe=true"], ["opsd.contract.sandbox=bubblewrap"]),
+        (["opsd.contract.max_tokens=99999"], ["contract.max_tokens=99999"]),
+        (["opsd.contract.step_limit=0"], ["contract.step_limit=0"]),
+        (["opsd.contract.thinking=strip"], ["opsd.contract.thinking=strip"]),
+        (["opsd.loss.epochs=0"], ["epochs=0"]),
+        (["opsd.loss.anchor=-1.0"], ["anchor=-1.0"]),
+        (["opsd.loss.divergence=jsd"], ["beta"]),
+        (["opsd.loss.support=union_topk"], ["top_k"]),
+        (["opsd.loss.divergence=kl"], ["opsd.loss.divergence='kl'"]),
+        (["opsd.loss.epochs=two"], ["opsd.loss.epochs='two'", "int"]),
+        (["actor_rollout_ref.rollout.temperature=0.5"], ["0.5", "contract"]),
+        (["actor_rollout_ref.rollout.val_kwargs.top_p=0.9"], ["val_kwargs", "0.9"]),
+        (["actor_rollout_ref.actor.strategy=fsdp"], ["actor.strategy=fsdp"]),
+        (["actor_rollout_ref.model.lora.merge=true"], ["model.lora.merge=true"]),
+        (["trainer.v1.trainer_mode=sync"], ["trainer_mode=sync"]),
+        (["distillation.enabled=true"], ["distillation.enabled=true"]),
+        (["actor_rollout_ref.actor.use_kl_loss=true"], ["opsd.loss.anchor"]),
+        (["actor_rollout_ref.rollout.n=2"], ["rollout.n"]),
+        (["opsd.corpus=/some/run"], ["opsd.corpus=/some/run"]),
+        (["scale=gpu8"], ["scale=gpu8", "0 accelerators"]),
+    ],
+)
+def test_contradiction_is_refused(refused, overrides, words):
+    if overrides == ["scale=gpu8"] and _accelerators():
+        pytest.skip("this machine has accelerators")
+    text = refused(*overrides)
+    assert all(w in text for w in words), text
+
+
+def _accelerators() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "./nothing", "nothing", "a/b/c"])
+def test_student_that_does_not_exist(refused, path):
+    assert f"actor_rollout_ref.model.path={path}" in refused(f"actor_rollout_ref.model.path={path}")
+
+
+@pytest.mark.parametrize(("overrides", "named"), [([], "corpus not set"), (["corpus=/no/such/run"], "corpus=/no/such/run")])
+def test_corpus_that_does_not_exist(refused, overrides, named):
+    assert named in refused(*overrides, recipe="opd_offline")
+
+
+def test_corpus_of_another_contract(refused, tmp_path):
+    from verl_opsd.contract import EvalContract
+    from verl_opsd.rundir import RunDir, write_json
+
+    corpus = RunDir(tmp_path / "corpus")
+    corpus.episodes.mkdir(parents=True)
+    write_json(corpus.path / "contract.json", EvalContract(step_limit=77).as_dict())
+    text = refused(f"corpus={corpus.path}", recipe="opd_offline")
+    assert str(corpus.path) in text and "step_limit" in text and "77" in text
+
+
+# ---- tasks --------------------------------------------------------------------------------------------------------------
+
+
+def subset(folder: Path, name: str, repo: str, task_id: int, pairs: list[list[int]] | None = None) -> Path:
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"tasks": [{"repo": repo, "task_id": task_id, **({"pairs": pairs} if pairs else {})}]}))
+    return path
+
+
+def test_unknown_subset_names_the_known_ones(refused):
+    text = refused("opsd.tasks.train=pocket_trian")
+    assert "pocket_trian" in text and "pocket_train" in text and "pocket_eval" in text
+
+
+def test_training_task_in_the_evaluation_set(refused):
+    assert TRAIN[0] in refused("opsd.tasks.eval=pocket_train")
+
+
+@pytest.mark.parametrize(("level", "named"), [("repo", f"share {TRAIN[0]}"), ("task", f"share {TRAIN[0]}/task1")])
+def test_other_pair_of_a_training_repository_in_the_evaluation_set(refused, tmp_path, level, named):
+    train, evaluation = (subset(tmp_path, n, *TRAIN, [p]) for n, p in (("t", [1, 2]), ("e", [3, 4])))
+    text = refused(f"opsd.tasks.train={train}", f"opsd.tasks.eval={evaluation}", f"opsd.tasks.disjoint={level}")
+    assert named in text and f"no {level} may be in both sets" in text
+
+
+def test_limits_do_not_hide_an_overlap(refused):
+    """`max_eval=1` leaves the shared task out of the run, but not out of the sets."""
+    assert TRAIN[0] in refused("opsd.tasks.eval=pocket_train", "opsd.tasks.max_train=1", "opsd.tasks.max_eval=1")
+
+
+def test_task_that_is_not_prepared(refused, tmp_path, monkeypatch):
+    shutil.copytree(cache_dir() / "models", tmp_path / "cache" / "models")
+    monkeypatch.setenv("OPSD_CACHE", str(tmp_path / "cache"))
+    assert "opsd tasks prepare" in refused("opsd.tasks.prepare=false")
+
+
+def test_task_that_is_prepared_and_not_measured(refused, tmp_path, monkeypatch):
+    from verl_opsd.cooperbench.prepare import prepare
+
+    monkeypatch.setenv("OPSD_CACHE", str(tmp_path / "cache"))
+    names = []
+    for name, (repo, task) in (("t", TRAIN), ("e", EVAL)):
+        prepare(POCKET_DIR / repo / f"task{task}", None, tmp_path / "cache")
+        names.append(subset(tmp_path, name, repo, task, [[1, 2]]))
+    text = refused(f"opsd.tasks.train={names[0]}", f"opsd.tasks.eval={names[1]}", "opsd.tasks.prepare=false")
+    assert f"{TRAIN[0]}/task1 feature 1: not measured" in text and "opsd tasks qualify" in text
+
+
+def test_task_whose_base_passes_already(refused, tmp_path, monkeypatch):
+    """A hidden test that the untouched base passes would reward doing nothing: `prepare=true` measures it and refuses."""
+    data = tmp_path / "data"
+    shutil.copytree(POCKET_DIR / TRAIN[0], data / TRAIN[0])
+    shutil.copytree(POCKET_DIR / EVAL[0], data / EVAL[0])
+    bad = data / EVAL[0] / "task0" / "feature1" / "tests.patch"
+    bad.write_text(
+        "diff --git a/tests/test_nothing.py b/tests/test_nothing.py\nnew file mode 100644\n--- /dev/null\n"
+        "+++ b/tests/test_nothing.py\n@@ -0,0 +1,2 @@\n+def test_nothing():\n+    assert True\n"
+    )
+    monkeypatch.setenv("OPSD_CACHE", str(tmp_path / "cache"))
+    train, evaluation = (subset(tmp_path, n, *t, [[1, 2]]) for n, t in (("t", TRAIN), ("e", EVAL)))
+    text = refused(
+        f"opsd.tasks.dataset={data}", f"opsd.tasks.train={train}", f"opsd.tasks.eval={evaluation}", "opsd.tasks.prepare=true"
+    )
+    assert f"{EVAL[0]}/task0 feature 1: " in text and f"{EVAL[0]}/task0 feature 2: " not in text and TRAIN[0] not in text
+
+
+# ---- teacher ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def student() -> Path:
+    from verl_opsd.models.tiny import ensure_tiny
+
+    return Path(ensure_tiny(cache_dir() / "models"))
+
+
+def edited_tokenizer(student: Path, target: Path, change) -> Path:
+    shutil.copytree(student, target)
+    path = target / "tokenizer.json"
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+    return target
+
+
+def swap_two(values):
+    vocab = values["model"]["vocab"]
+    a, b = sorted(vocab, key=vocab.get)[40:42]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+
+
+def test_teacher_with_two_ids_swapped(refused, student, tmp_path):
+    other = edited_tokenizer(student, tmp_path / "teacher", swap_two)
+    text = refused("teacher=device", f"opsd.teacher.path={other}")
+    assert str(other) in text and "another tokenizer" in text and "2 entries" in text
+
+
+def test_teacher_without_weights_folder(refused, tmp_path):
+    assert "opsd.teacher.path" in refused("teacher=device", f"opsd.teacher.path={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"), [(["teacher=device"], "opsd.teacher.path"), (["tasks=cooperbench"], "opsd.tasks.dataset")]
+)
+def test_key_without_a_default(refused, overrides, named):
+    text = refused(*overrides)
+    assert named in text and "not set" in text
+
+
+# ---- host ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_host():
+    from verl_opsd.cooperbench.sandbox import host
+
+    host.require_host.cache_clear()
+    yield host
+    host.require_host.cache_clear()
+
+
+@pytest.mark.parametrize(("missing", "package"), [("bwrap", "bubblewrap"), ("setpriv", "util-linux"), ("git", "git")])
+def test_program_that_the_sandbox_needs_is_missing(refused, fresh_host, tmp_path, monkeypatch, missing, package):
+    system = tmp_path / "bin"
+    system.mkdir()
+    for name in set(fresh_host.PROGRAMS) - {missing}:
+        (system / name).symlink_to(fresh_host.program(name))
+    monkeypatch.setattr(fresh_host, "SYSTEM_DIRECTORIES", (str(system),))
+    text = refused()
+    assert f"no `{missing}`" in text and f"apt-get install {package}" in text
+
+
+def test_not_root(refused, fresh_host, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    text = refused()
+    assert "user id 1234" in text and "run as root" in text
+
+
+def test_host_that_cannot_switch_user_ids():
+    """A real process without CAP_SETUID: the sandbox does not start, and says what is missing."""
+    code = (
+        "import sys\nfrom verl_opsd.cooperbench.sandbox import require_sandbox\nfrom verl_opsd.errors import OpsdError\n"
+        "try:\n    require_sandbox('bubblewrap')\nexcept OpsdError as e:\n    print(e); sys.exit(2)\n"
+    )
+    command = ["setpriv", "--bounding-set=-setuid,-setgid", "--inh-caps=-all", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "rule:" in done.stdout and "way out:" in done.stdout
+
+
+# ---- resuming -----------------------------------------------------------------------------------------------------------
+
+
+def test_good_input_is_not_refused(compose, tmp_path, monkeypatch):
+    """The counterpart of every test above: the recipe itself passes all checks."""
+    from verl_opsd.rundir import RunDir
+    from verl_opsd.verl_adapter.launch import prepare_run
+
+    run = RunDir(tmp_path / "run")
+    config = compose("+recipe=opd", "+actor_rollout_ref.rollout.engine_kwargs.opsd.threads=1", "opsd.tasks.max_train=1")
+    opsd = prepare_run(config, run)
+    assert opsd.recipe == "opd" and (run.path / "data" / "train.parquet").is_file()
+    meta = json.loads((run.path / "meta.json").read_text())
+    assert meta["versions"]["verl"] == "0.9.1" and meta["earlier"] == []
+    first = run.contract()
+    prepare_run(config, run)  # the same run again: resumes
+    assert run.contract() == first and len(json.loads((run.path / "meta.json").read_text())["earlier"]) == 1
+
+
+def test_resuming_under_another_contract(refused, compose, tmp_path):
+    from verl_opsd.rundir import RunDir, write_json
+    from verl_opsd.verl_adapter.callback import OpsdCallback
+    from verl_opsd.verl_adapter.launch import prepare_run
+
+    run = RunDir(tmp_path / "run")
+    prepare_run(compose("+recipe=opd"), run)
+    before = (run.path / "contract.json").read_bytes()
+    (run.episodes / "train-00001-00000-0").mkdir(parents=True)
+    write_json(run.path / "keep.json", {})
+    with pytest.raises(SystemExit) as stop:
+        OpsdCallback().on_job_start(compose("+recipe=opd", "opsd.contract.step_limit=3"))
+    assert stop.value.code == 2
+    assert (run.path / "contract.json").read_bytes() == before and (run.path / "keep.json").is_file()

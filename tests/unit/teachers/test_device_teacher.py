@@ -1,0 +1,169 @@
+"""The device teacher alone: its numbers against a plain forward with logits, its order, its refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, PhiConfig
+
+from verl_opsd.errors import OpsdError
+from verl_opsd.models.tiny import make_tiny
+from verl_opsd.teachers.base import Pass, slots_of
+from verl_opsd.teachers.device import DeviceTeacher
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("models") / "teacher", seed=5, hidden_size=96)
+
+
+@pytest.fixture(scope="module")
+def teacher(path: Path) -> DeviceTeacher:
+    return DeviceTeacher(str(path), torch.float32, "cpu", "bigger")
+
+
+def ids_of(length: int, seed: int) -> Tensor:
+    return torch.randint(2048, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def a_pass(slots: list[int], ids: Tensor, index: list[int], row: int = 0) -> Pass:
+    return Pass(row, torch.tensor(slots, dtype=torch.int64), ids, torch.tensor(index, dtype=torch.int64))
+
+
+def test_distribution_is_that_of_a_plain_forward(path: Path, teacher: DeviceTeacher) -> None:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    ids = ids_of(50, 1)
+    with torch.no_grad():
+        out = model(input_ids=ids[None], output_hidden_states=True)
+    where = [0, 7, 31, 48]
+    signal = teacher.score([a_pass([0, 1, 2, 3], ids, where)])
+    assert signal.form == "exact" and signal.head_id == "bigger" and signal.hidden_NH is not None
+    want = out.hidden_states[-1][0, where]
+    assert float((signal.hidden_NH - want).abs().max()) < 1e-5 and float((signal.hidden_NH - want).norm() / want.norm()) < 1e-6
+    got = (signal.hidden_NH @ teacher.weight_VH.T).log_softmax(-1)
+    assert float((got - out.logits[0, where].log_softmax(-1)).abs().max()) < 1e-4
+    assert tuple(teacher.weight_VH.shape) == (2048, 96)
+
+
+def test_entry_n_is_slot_n_whatever_the_passes(teacher: DeviceTeacher) -> None:
+    one, two = ids_of(20, 2), ids_of(33, 3)
+    first = a_pass([4, 0, 2], one, [3, 9, 18])
+    second = a_pass([1, 3], two, [30, 0])
+    apart = {
+        **dict(zip([4, 0, 2], teacher.score([a_pass([0, 1, 2], one, [3, 9, 18])]).hidden_NH, strict=True)),  # type: ignore[arg-type]
+        **dict(zip([1, 3], teacher.score([a_pass([0, 1], two, [30, 0])]).hidden_NH, strict=True)),  # type: ignore[arg-type]
+    }
+    for passes in ([first, second], [second, first]):
+        hidden = teacher.score(passes).hidden_NH
+        assert hidden is not None and len(hidden) == 5
+        for slot, want in apart.items():
+            assert torch.equal(hidden[slot], want)
+
+
+def test_no_loss_position_is_an_empty_signal(teacher: DeviceTeacher) -> None:
+    hidden = teacher.score([]).hidden_NH
+    assert hidden is not None and tuple(hidden.shape) == (0, 96) and hidden.dtype == torch.float32
+
+
+def test_what_a_teacher_keeps(teacher: DeviceTeacher) -> None:
+    hidden = teacher.score([a_pass([0], ids_of(9, 4), [5])]).hidden_NH
+    assert hidden is not None and not hidden.requires_grad and not hidden.is_inference()
+    assert not teacher._model.training and not any(p.requires_grad for p in teacher._model.parameters())
+    again = teacher.score([a_pass([0], ids_of(9, 4), [5])]).hidden_NH
+    assert again is not None and torch.equal(hidden, again)
+
+
+def test_later_tokens_change_nothing(teacher: DeviceTeacher) -> None:
+    long = ids_of(40, 6)
+    a = teacher.score([a_pass([0], long, [10])]).hidden_NH
+    b = teacher.score([a_pass([0], long[:11], [10])]).hidden_NH
+    assert a is not None and b is not None and float((a - b).norm() / b.norm()) < 1e-6
+
+
+def test_dtype_of_the_signal_is_the_teachers(path: Path, teacher: DeviceTeacher) -> None:
+    ids = ids_of(30, 7)
+    low = DeviceTeacher(str(path), torch.bfloat16, "cpu", "low").score([a_pass([0], ids, [20])]).hidden_NH
+    full = teacher.score([a_pass([0], ids, [20])]).hidden_NH
+    assert low is not None and full is not None and low.dtype == torch.bfloat16
+    assert 0 < float((low.float() - full).norm() / full.norm()) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("passes", "named"),
+    [
+        ([([0, 0], 9, [1, 2], 0)], "exactly once"),
+        ([([0, 2], 9, [1, 2], 0)], "exactly once"),
+        ([([1], 9, [1], 0)], "exactly once"),
+        ([([0], 9, [1], 0), ([1], 9, [1], 1)], "exactly once"),
+    ],
+)
+def test_passes_that_are_not_one_row_are_refused(teacher: DeviceTeacher, passes: list, named: str) -> None:
+    built = [a_pass(s, ids_of(n, 1), i, row) for s, n, i, row in passes]
+    with pytest.raises(OpsdError, match=named):
+        slots_of(built)
+    with pytest.raises(OpsdError, match=named):
+        teacher.score(built)
+
+
+def test_view_beyond_the_context_is_refused(teacher: DeviceTeacher) -> None:
+    with pytest.raises(OpsdError, match="never truncated"):
+        teacher.score([a_pass([0], torch.zeros(16385, dtype=torch.int64), [3])])
+
+
+@pytest.mark.parametrize("token", [2048, -1])
+def test_ids_outside_the_vocabulary_are_refused(teacher: DeviceTeacher, token: int) -> None:
+    with pytest.raises(OpsdError, match="same ids"):
+        teacher.score([a_pass([0], torch.tensor([1, token, 2]), [0])])
+
+
+_SIZES = dict(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "config",
+    [
+        GraniteConfig(**_SIZES, logits_scaling=3.0),  # scaled
+        GraniteConfig(**_SIZES, logits_scaling=0.9),
+        Gemma2Config(**_SIZES, head_dim=16, num_key_value_heads=2, final_logit_softcapping=0.5),  # capped
+        PhiConfig(**_SIZES),  # a bias
+    ],
+    ids=["scaled", "slightly", "capped", "bias"],
+)
+def test_logits_that_are_not_hidden_times_weight_are_refused(tmp_path: Path, config: object, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for p in model.parameters():
+        p.data = torch.randn_like(p) / 4
+    model.save_pretrained(tmp_path / "odd")
+    with pytest.raises(OpsdError, match="no scale, cap or bias"):
+        DeviceTeacher(str(tmp_path / "odd"), dtype, "cpu", "odd")
+
+
+@pytest.mark.gpu
+def test_accelerator_against_the_host(path: Path, teacher: DeviceTeacher) -> None:
+    """fp32 as on the host; bf16 within its rounding, and the memory of a long view does not hold positions x vocabulary."""
+    ids = ids_of(3000, 8)
+    one = [a_pass(list(range(5)), ids, [0, 99, 1000, 2000, 2998])]
+    want = teacher.score(one).hidden_NH
+    assert want is not None
+    for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
+        on_device = DeviceTeacher(str(path), dtype, "cuda", "t")
+        assert on_device.weight_VH.is_cuda
+        got = on_device.score(one).hidden_NH
+        assert got is not None and got.device.type == "cpu" and got.dtype == dtype
+        error = float((got.float() - want).norm() / want.norm())
+        print(f"{dtype}: relative error {error:.2e}, head error {on_device.head_error:.2e}")
+        assert error < limit
+    long = a_pass([0], ids_of(16384, 9), [16000])
+    on_device.score([long])
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    on_device.score([long])
+    peak = torch.cuda.max_memory_allocated() - before
+    print(f"16,384 tokens: {peak / 2**20:.0f} MiB above the weights")
+    assert torch.cuda.memory_allocated() == before
+    assert peak < 16384 * 2048 * 2  # bytes of bf16 logits at this vocabulary: more than all that is live at once

@@ -1,0 +1,85 @@
+"""Starting a run again in its own directory: everything is counted once.
+
+The trainer continues after its last checkpoint. What later, interrupted rounds have left (episodes, telemetry, stage
+manifests) is moved to ``interrupted/<number>/`` of the run directory, where no report looks, and the rounds are run again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from verl_opsd.contract import EvalContract
+from verl_opsd.rundir import RunDir
+
+#: Episode folders are named <split>-<step>-<row>-<session>; stage manifests <step>-<stage>.json; telemetry <step>.npz.
+_EPISODE, _NUMBERED = re.compile(r"(train|eval)-(\d+)-"), re.compile(r"(\d+)[-.]")
+
+
+def check(run: RunDir, contract: EvalContract) -> None:
+    """A run directory that holds episodes is continued under its own contract only.
+
+    Raises:
+        OpsdError: naming the fields that differ.
+    """
+    if (run.path / "contract.json").is_file() and run.episodes.is_dir() and any(run.episodes.iterdir()):
+        contract.require_same(run.contract(), f"run directory {run.path}")
+
+
+def earlier_meta(run: RunDir) -> list[dict[str, Any]]:
+    """Meta data of the earlier starts of this run, oldest first."""
+    path = run.path / "meta.json"
+    if not path.is_file():
+        return []
+    meta = json.loads(path.read_text())
+    return [*meta.pop("earlier"), meta]
+
+
+def evaluated(run: RunDir, step: int) -> bool:
+    """Whether the evaluation after round ``step`` came to its end."""
+    return (run.path / "stages" / f"{step:04d}-evaluate.json").is_file()
+
+
+def set_aside(run: RunDir, step: int, keep_evaluation: bool) -> Path | None:
+    """Moves what belongs to rounds after ``step`` out of the way, and records it in the evidence.
+
+    Args:
+        step: the round of the checkpoint that the trainer continues from; 0 for a start from scratch.
+        keep_evaluation: keep the evaluation after round ``step``; otherwise it is moved too, because it is run again.
+
+    Returns:
+        The directory of what was moved; None when there was nothing.
+    """
+
+    def later(number: int, evaluation: bool) -> bool:
+        return number > step or (number == step and evaluation and not keep_evaluation)
+
+    moved: list[Path] = []
+    for path in _children(run.episodes):
+        if path.name.endswith(".tmp"):  # an episode that was being written
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        elif (match := _EPISODE.match(path.name)) and later(int(match[2]), match[1] == "eval"):
+            moved.append(path)
+    for folder in ("stages", "telemetry"):
+        for path in _children(run.path / folder):
+            if (match := _NUMBERED.match(path.name)) and later(int(match[1]), path.stem.endswith("evaluate")):
+                moved.append(path)
+    if not moved:
+        return None
+    root = run.path / "interrupted"
+    target = root / str(len(_children(root)))
+    for path in moved:
+        place = target / path.parent.name / path.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(place)
+    run.report.unlink(missing_ok=True)
+    episodes = sum(p.parent == run.episodes for p in moved)
+    run.evidence("resume", step, None, True, f"{episodes} episodes and {len(moved) - episodes} files moved to {target}")
+    return target
+
+
+def _children(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []

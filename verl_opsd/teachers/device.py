@@ -1,0 +1,110 @@
+"""`DeviceTeacher`: another model, whole on one device, that scores by hidden states under its own vocabulary weight.
+
+It is a plain transformers model (no FSDP, nothing offloaded) and runs one sequence a forward, so that no sequence can see another
+and a causal kernel needs no mask. Of a forward only the hidden states at the asked positions are kept; logits are never made.
+
+Suffixes: N loss positions of a row, T tokens of a sequence, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from verl_opsd.distill.signal import Signal
+from verl_opsd.errors import OpsdError
+from verl_opsd.teachers.base import Pass, slots_of
+
+#: Largest relative difference between two ways to the same numbers on one kind of device, by dtype.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+class DeviceTeacher:
+    """A :class:`~verl_opsd.teachers.base.Scorer`.
+
+    Attributes:
+        name: ``Signal.head_id``.
+        head_error: largest difference between the model's own logits and hidden state @ vocabulary weight, relative to the largest
+            logit; measured once at the start.
+    """
+
+    def __init__(self, path: str, dtype: torch.dtype, device: torch.device | str, name: str):
+        """
+        Args:
+            path: folder in Hugging Face layout or a hub name, of a causal language model.
+            dtype: of weights and compute.
+
+        Raises:
+            OpsdError: the model's logits are not its hidden states times its vocabulary weight.
+        """
+        from transformers import AutoModelForCausalLM
+
+        self.name, self.device, self.dtype = name, torch.device(device), dtype
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        self._model = model.to(self.device).eval().requires_grad_(False)
+        self._head: nn.Linear = self._model.get_output_embeddings()
+        self._limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.head_error = self._head_error()
+        if not self.head_error <= TOLERANCE[dtype]:
+            raise OpsdError(
+                f"teacher {name}: its logits differ from hidden state @ vocabulary weight by {self.head_error:.2g} of the largest",
+                "a device teacher's distribution is its hidden states under its vocabulary weight alone: no scale, cap or bias",
+                "use a model whose logits are the plain output of its head",
+            )
+
+    @property
+    def weight_VH(self) -> Tensor:
+        """[V, H] its vocabulary weight, on the teacher's device."""
+        return self._head.weight.detach()
+
+    @torch.no_grad()
+    def _head_error(self) -> float:
+        ids_T = self.probe_ids()
+        ours_TV = F.linear(self._hidden(ids_T, torch.arange(len(ids_T))), self.weight_VH).float()
+        theirs_TV = self._model(input_ids=ids_T[None].to(self.device), use_cache=False).logits[0].float()
+        return float((ours_TV - theirs_TV).abs().max() / theirs_TV.abs().max())
+
+    def probe_ids(self) -> Tensor:
+        """int64[29] a fixed sequence, for comparisons between workers."""
+        return torch.arange(29) * 7919 % self._head.out_features
+
+    def probe(self) -> Tensor:
+        """[29, H] hidden states of :meth:`probe_ids`, on the host."""
+        every = torch.arange(29)
+        return self._hidden(self.probe_ids(), every).cpu()
+
+    @torch.no_grad()
+    def _hidden(self, ids_T: Tensor, index_N: Tensor) -> Tensor:
+        """[N, H] what the vocabulary head reads at ``index_N``, on the device."""
+        states_TH = self._model.base_model(input_ids=ids_T[None].to(self.device), use_cache=False).last_hidden_state[0]
+        return states_TH[index_N.to(self.device)]
+
+    def score(self, passes: Sequence[Pass]) -> Signal:
+        """See :meth:`verl_opsd.teachers.base.Scorer.score`.
+
+        Returns:
+            The exact signal, hidden states [N, H] in the teacher's dtype, on the host.
+
+        Raises:
+            OpsdError: a sequence is longer than the model's context, or has an id outside its vocabulary.
+        """
+        out_NH = torch.empty(len(slots_of(passes)), self._head.in_features, dtype=self.dtype)
+        for p in passes:
+            if self._limit is not None and len(p.ids_T) > self._limit:
+                raise OpsdError(
+                    f"a teacher view of {len(p.ids_T)} tokens for teacher {self.name} with a context of {self._limit}",
+                    "a view is never truncated",
+                    "lower opsd.contract.context_length or opsd.brief.max_view_tokens, or take a teacher with a longer context",
+                )
+            if int(p.ids_T.min()) < 0 or int(p.ids_T.max()) >= self._head.out_features:
+                raise OpsdError(
+                    f"token ids {int(p.ids_T.min())}..{int(p.ids_T.max())} for teacher {self.name} of {self._head.out_features} entries",
+                    "student and teacher read the same ids",
+                    "choose a teacher of the student's family",
+                )
+            out_NH[p.slots_N] = self._hidden(p.ids_T, p.index_N).cpu()
+        return Signal(hidden_NH=out_NH, head_id=self.name)

@@ -1,0 +1,74 @@
+"""Refuses keys that neither verl nor this project reads. Hydra itself does so only for overrides without ``+``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.resources
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_opsd.errors import OpsdError
+
+#: Keys that verl 0.9.1 reads and doesn't list in its own configuration.
+UNLISTED = {
+    "data": {"cache_dir", "chat_template_func", "filter_prompts", "need_tools_kwargs"},
+    "reward": {"reward_kwargs", "timeout"},
+    "algorithm": {"gdpo_reward_keys"},
+    "trainer": {"remove_previous_ckpt_in_save"},
+}
+#: Sections that are handed on to something else, which checks its own keys.
+OPEN = ("kwargs", "override_config", "ray_init", "runtime_env")
+#: Top-level sections that are not in verl's list: ours, Hydra's, and the group that chooses the engine's configuration.
+OWN = {"opsd", "hydra", "model_engine"}
+
+
+def check_keys(config: DictConfig) -> None:
+    """Compares a composed configuration with the list of all keys that verl ships.
+
+    A top-level key of a recipe (``corpus``) is known when a value of the ``opsd`` section refers to it.
+
+    Raises:
+        OpsdError: unknown keys, each with the nearest known one.
+    """
+    listed = importlib.resources.files("verl.trainer.config") / "_generated_ppo_trainer.yaml"
+    reference = _raw(OmegaConf.create(listed.read_text()))
+    given = _raw(config)
+    references = str(given.get("opsd"))
+    own = OWN | {k for k in given if f"${{{k}}}" in references}
+    unknown: dict[str, str] = {}
+    _compare({k: v for k, v in given.items() if k not in own}, reference, "", unknown)
+    if unknown:
+        raise OpsdError(
+            "unknown key " + ", ".join(f"{key}{hint}" for key, hint in sorted(unknown.items())),
+            "every key is one that verl or this project reads; an unknown one would be ignored in silence",
+            "correct the spelling or remove the key",
+        )
+
+
+def _raw(config: Any) -> Any:
+    return OmegaConf.to_container(config, resolve=False)
+
+
+def _compare(given: dict[Any, Any], reference: dict[Any, Any], where: str, unknown: dict[str, str]) -> None:
+    known = set(reference) | UNLISTED.get(where, set()) | _fields(reference.get("_target_"))
+    for key, value in given.items():
+        path = f"{where}.{key}" if where else str(key)
+        if key not in known:
+            near = difflib.get_close_matches(str(key), map(str, known), 1)
+            unknown[path] = f" (did you mean {near[0]}?)" if near else ""
+            continue
+        below = reference.get(key)
+        if isinstance(value, dict) and isinstance(below, dict) and below and not str(key).endswith(OPEN):
+            _compare(value, below, path, unknown)
+
+
+def _fields(target: Any) -> set[str]:
+    """Fields of the dataclass that verl makes of a section; it may have more than verl's YAML lists."""
+    if not isinstance(target, str):
+        return set()
+    from hydra.utils import get_object
+
+    found = get_object(target)
+    return {f.name for f in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
