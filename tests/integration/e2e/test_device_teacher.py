@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from verl_opsd.models.tiny import ensure_tiny, make_tiny
-from verl_opsd.plugin import cache_dir
+from verl_opsd.paths import cache_dir
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[3]
