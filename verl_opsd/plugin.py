@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+from verl_opsd import SUPPORTED_VERL
 from verl_opsd.paths import cache_dir
 
-SUPPORTED_VERL = "0.9.1"
 _HOOKS: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 

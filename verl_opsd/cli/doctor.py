@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.table import Table
 
+from verl_opsd import SUPPORTED_VERL
 from verl_opsd.errors import OpsdError
 from verl_opsd.paths import conf_dir
-from verl_opsd.plugin import SUPPORTED_VERL
 
 #: Symbols of verl that this project hangs on. One that has moved is named here before a run finds out.
 SEAMS = (

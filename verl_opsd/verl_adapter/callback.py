@@ -5,6 +5,8 @@ Hydra swallows exceptions of callbacks and runs the job all the same, so every r
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import shutil
 import subprocess
@@ -28,6 +30,8 @@ class OpsdCallback(Callback):
     """One instance a process; a multirun calls it once for each job."""
 
     def __init__(self) -> None:
+        # the interpreter's last collections walk over everything that torch and verl have loaded: seconds, for nothing
+        atexit.register(gc.freeze)
         self._reaper: subprocess.Popen[bytes] | None = None
         self._ray_was_up = False
         self._run: RunDir | None = None

@@ -68,7 +68,8 @@ class Watch:
 def of_ray(line: str) -> bool:
     """Whether a command line is Ray's own, not a worker's that runs this project's or verl's code; the reaper, which
     waits for Ray, counts as Ray's."""
-    return "/ray/" in line or line.startswith("ray::IDLE") or "verl_opsd.reaper" in line
+    own = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+    return "/ray/" in line or line.startswith(own) or "verl_opsd.reaper" in line
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,10 @@ class Job:
     def assert_done(self) -> None:
         """Exit code 0, and nothing left: processes, sandboxes, temporary directories."""
         assert self.returncode == 0, self.output[-6000:]
-        assert self.ours_left == [] and self.ours_gone_s < OURS_S
-        assert self.all_left == [] and self.all_gone_s < RAYS_S
-        assert self.sandboxes and self.sandbox_rests == []
+        assert self.ours_left == [] and self.ours_gone_s < OURS_S, (self.ours_left, self.ours_gone_s)
+        assert self.all_left == [] and self.all_gone_s < RAYS_S, (self.all_left, self.all_gone_s)
+        assert self.sandboxes, "the watch saw no sandbox"
+        assert self.sandbox_rests == []
         assert self.temporary() and [p for p in self.temporary() if p.exists()] == []
 
 

@@ -13,7 +13,7 @@ import pytest
 from hydra.errors import ConfigCompositionException
 
 from verl_opsd.cooperbench.dataset import POCKET_DIR
-from verl_opsd.plugin import cache_dir
+from verl_opsd.paths import cache_dir
 
 TRAIN, EVAL = ("pocket_ledger_task", 1), ("pocket_textkit_task", 0)
 

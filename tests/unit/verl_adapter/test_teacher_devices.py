@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl_opsd.config import OpsdConfig
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import make_tiny
-from verl_opsd.plugin import conf_dir, register_resolvers
+from verl_opsd.paths import conf_dir
+from verl_opsd.plugin import register_resolvers
 from verl_opsd.verl_adapter.launch import check_hardware, check_teacher
 
 
