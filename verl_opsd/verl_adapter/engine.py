@@ -112,7 +112,9 @@ class OpsdEngine(FSDPEngineWithLMHead):
         return module
 
     def _build_lora_module(self, module: nn.Module) -> Any:
-        adapted: Any = super()._build_lora_module(module)
+        with torch.random.fork_rng(devices=[]):  # verl leaves a new adapter to chance: runs could not be compared
+            torch.manual_seed(self.engine_config.seed)
+            adapted: Any = super()._build_lora_module(module)
         if not isinstance(adapted.get_base_model().get_output_embeddings(), LossPositionHead):
             raise OpsdError(
                 f"an adapter on the output embeddings (target_modules={self.model_config.target_modules})",
