@@ -107,7 +107,7 @@ class Job:
         assert self.temporary() and [p for p in self.temporary() if p.exists()] == []
 
 
-def run_trainer(cwd: Path, *overrides: str, timeout_s: float = 900.0) -> Job:
+def run_trainer(cwd: Path, *overrides: str, timeout_s: float = 600.0) -> Job:
     """``python -m verl.trainer.main_ppo OVERRIDES`` in ``cwd``; waits until its processes are gone, 90 s at most.
 
     Raises:

@@ -55,9 +55,11 @@ def test_several_epochs_are_several_optimizer_steps_over_the_whole_corpus(jobs, 
 
 
 def test_the_adapter_is_fresh_and_moves_with_every_step(jobs, ranks, online):
-    """The first step sees the base: its loss is that of the online run's first round, which had the same episodes."""
-    first = report(online.directory)["loss_by_round"][0]
+    """The same seed gives the same adapter, and the first two groups are the episodes of the online run's two rounds: the
+    first two steps replay them."""
+    first, second = report(online.directory)["loss_by_round"]
     assert loss_of_step(jobs[ranks], 0) == pytest.approx(first, rel=1e-5)
+    assert loss_of_step(jobs[ranks], 1) == pytest.approx(second, rel=1e-4)
     assert loss_of_step(jobs[ranks], 2) != pytest.approx(first, rel=1e-4)
     mean = sum(loss_of_step(jobs[ranks], s) for s in range(4)) / 4
     assert report(jobs[ranks].directory)["loss_by_round"] == pytest.approx([mean], rel=1e-4)
@@ -66,11 +68,11 @@ def test_the_adapter_is_fresh_and_moves_with_every_step(jobs, ranks, online):
 def test_two_ranks_give_the_loss_of_one(jobs):
     one, two = (telemetry(jobs[n].directory)[0] for n in (1, 2))
     assert loss_of_step(jobs[1], 0) == pytest.approx(loss_of_step(jobs[2], 0), rel=1e-5)
-    for s, atol in ((0, 1e-5), (3, 1e-3)):
+    for s, atol in ((0, 1e-5), (3, 1e-4)):
         a, b = (np.sort(t["divergence"][t["step"] == s]) for t in (one, two))
         assert a == pytest.approx(b, abs=atol)
     for s in (1, 2, 3):  # the same gradient and the same steps
-        assert loss_of_step(jobs[1], s) == pytest.approx(loss_of_step(jobs[2], s), rel=1e-3)
+        assert loss_of_step(jobs[1], s) == pytest.approx(loss_of_step(jobs[2], s), rel=1e-4)
 
 
 def test_controls_publication_and_evaluation(jobs, ranks):
