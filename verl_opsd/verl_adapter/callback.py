@@ -49,6 +49,8 @@ class OpsdCallback(Callback):
             self._start(config, self._run)
         except OpsdError as e:
             print(f"error: {e}", file=sys.stderr, flush=True)
+        except SystemExit as e:  # a registration of the plugin that failed while a check imported verl's modules
+            print(e, file=sys.stderr, flush=True)
         except Exception:
             traceback.print_exc()
             print("error: preparing the run failed (traceback above); nothing was started", file=sys.stderr, flush=True)

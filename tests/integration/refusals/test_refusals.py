@@ -271,11 +271,9 @@ def test_good_input_is_not_refused(compose, tmp_path, monkeypatch):
     config = compose("+recipe=opd", "+actor_rollout_ref.rollout.engine_kwargs.opsd.threads=1", "opsd.tasks.max_train=1")
     opsd = prepare_run(config, run)
     assert opsd.recipe == "opd" and (run.path / "data" / "train.parquet").is_file()
-    meta = json.loads((run.path / "meta.json").read_text())
-    assert meta["versions"]["verl"] == "0.9.1" and meta["earlier"] == []
     first = run.contract()
     prepare_run(config, run)  # the same run again: resumes
-    assert run.contract() == first and len(json.loads((run.path / "meta.json").read_text())["earlier"]) == 1
+    assert run.contract() == first
 
 
 def test_resuming_under_another_contract(refused, compose, tmp_path):
