@@ -1,12 +1,16 @@
 """Removes what a run leaves behind once its processes are gone, however the run ended (also after `kill -9`).
 
-A small process of its own, without verl and Ray. It notices the end of the run by the end of its standard input, ends
-sandboxes whose owners are gone, waits until no process names one of the directories on its command line, and removes them.
+A small process of its own, without verl and Ray. It notices the end of the run by the end of its standard input. What is
+left of a Ray cluster that lives in one of the directories is killed after a few seconds (Ray by itself takes up to a minute
+when its driver was killed), sandboxes whose owners are gone are ended, and once no process names one of the directories on its
+command line they are removed.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +28,10 @@ def start(directories: list[str]) -> subprocess.Popen[bytes]:
     )
 
 
+#: Seconds that a Ray cluster has to end by itself once its driver is gone.
+GRACE_S = 3.0
+
+
 def users(directories: list[str]) -> list[int]:
     """Processes, other than reapers, whose command line names one of the directories."""
     found = []
@@ -39,14 +47,40 @@ def users(directories: list[str]) -> list[int]:
     return found
 
 
+def cluster(directories: list[str]) -> list[int]:
+    """Processes of a Ray cluster whose session lies in one of the directories: its servers and everything they started."""
+    parent: dict[int, int] = {}
+    servers = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            line = (entry / "cmdline").read_bytes().decode(errors="replace")
+            parent[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # the process ended while we looked
+            continue
+        if "/ray/core/src/ray/" in line.split("\0")[0] and any(d in line for d in directories):
+            servers.add(int(entry.name))
+    found = set(servers)
+    while grown := {pid for pid, of in parent.items() if of in found} - found:
+        found |= grown
+    return sorted(found)
+
+
 def main(directories: list[str], patience_s: float = 180.0) -> None:
-    """Waits for the end of standard input, then for the users of the directories, then removes them."""
+    """Waits for the end of standard input, ends what is left of the run, then removes the directories."""
     sys.stdin.buffer.read()
-    deadline = time.monotonic() + patience_s
+    ended = time.monotonic()
     try:
-        while users(directories) and time.monotonic() < deadline:
+        while users(directories) and time.monotonic() < ended + patience_s:
+            if time.monotonic() > ended + GRACE_S:
+                for pid in cluster(directories):
+                    try:
+                        os.kill(pid, signal.SIGKILL)
+                    except ProcessLookupError:  # it ended meanwhile
+                        continue
             end_sandboxes()
-            time.sleep(1.0)
+            time.sleep(0.5)
         end_sandboxes()
     finally:
         for d in directories:

@@ -57,3 +57,24 @@ def test_directories_stay_while_a_process_names_them(tmp_path):
         user.kill()
         user.wait()
     assert wait_until(lambda: not folder.exists())
+
+
+def test_a_cluster_left_behind_is_killed_with_its_children(tmp_path):
+    """A stand-in for Ray's servers: their path, their session directory on the command line, and a worker with another name."""
+    folder = tmp_path / "opsd-ray"
+    folder.mkdir()
+    server = tmp_path / "site" / "ray" / "core" / "src" / "ray" / "raylet"
+    server.parent.mkdir(parents=True)
+    server.symlink_to(sys.executable)
+    code = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); time.sleep(600)"
+    raylet = subprocess.Popen([str(server), "-c", code, f"--session={folder}/s"], stdout=subprocess.PIPE, text=True)
+    assert raylet.stdout is not None
+    worker = int(raylet.stdout.readline())
+    owner = start_owner([folder])
+    time.sleep(1)
+    assert raylet.poll() is None
+    owner.kill()
+    owner.wait()
+    assert wait_until(lambda: raylet.poll() is not None)
+    assert wait_until(lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text())
+    assert wait_until(lambda: not folder.exists())
