@@ -56,7 +56,9 @@ def test_mixing_names_the_field(name):
 
 def test_same_contract_passes_and_round_trips():
     a = EvalContract(step_limit=7)
-    a.require_same(EvalContract.from_dict(a.as_dict()), "corpus")
+    b = EvalContract.from_dict(a.as_dict())
+    a.require_same(b, "corpus")
+    assert (b.hash, b.step_limit, b.diff(a)) == (a.hash, 7, {})
 
 
 def test_unlimited_steps_are_refused():

@@ -96,7 +96,10 @@ def test_template_without_system_message():
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5", "qwen2_vl", "llama", ""])
 @pytest.mark.parametrize("tags", [True, False])
 def test_the_projects_template_is_append_only_for_every_model_type(model_type, tags):
-    VerlTokenBuilder(chat_tokenizer(tags), model_type)
+    tokenizer = chat_tokenizer(tags)
+    builder = VerlTokenBuilder(tokenizer, model_type)  # refuses a template that is not append-only
+    ids = builder.initial([{"role": "user", "content": "U"}], None)
+    assert tokenizer.decode(ids) == "<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
 
 
 STRIPS_THINKING = template().replace("+ (m.content or '')", "+ (m.content or '').split('</think>')[-1]")
