@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from verl_opsd.contract import EvalContract
+from verl_opsd.contract import SCHEMA, EvalContract
 from verl_opsd.errors import OpsdError
 
 if TYPE_CHECKING:
@@ -168,8 +169,8 @@ class OpsdConfig:
     """The whole section."""
 
     recipe: str
-    scale: str
-    mode: Literal["online", "offline", "eval"]
+    scale: Literal["local", "smollm", "gpu1", "gpu2", "gpu8"]
+    mode: Literal["online", "offline"]
     tasks: TasksConfig
     brief: BriefConfig
     teacher: TeacherConfig
@@ -231,7 +232,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         raise OpsdError(f"{where}={value!r}", f"{where} is one of {', '.join(map(str, args))}", "choose one of them")
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(_value(args[0], v, where) for v in value)
-    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     if isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
@@ -266,12 +267,41 @@ def _contradictions(c: OpsdConfig) -> None:
             "set both to the same backend",
         )
     c.loss.spec()
-    if c.loss.anchor < 0 or c.loss.epochs < 1 or c.loss.chunk < 1 or (c.loss.episodes_per_update or 1) < 1:
+    if (
+        c.loss.anchor < 0
+        or c.loss.epochs < 1
+        or c.loss.chunk < 1
+        or (c.loss.episodes_per_update is not None and c.loss.episodes_per_update < 1)
+    ):
         refuse(
             f"opsd.loss anchor={c.loss.anchor} epochs={c.loss.epochs} chunk={c.loss.chunk} "
             f"episodes_per_update={c.loss.episodes_per_update}",
             "anchor >= 0; epochs, chunk and episodes_per_update >= 1",
             "correct the value",
+        )
+    for name, least in (("tasks.max_train", 1), ("tasks.max_eval", 1), ("brief.max_view_tokens", 1), ("loss.max_prefix", 1)):
+        section, _, key = name.partition(".")
+        value = getattr(getattr(c, section), key)
+        if value is not None and value < least:
+            refuse(f"opsd.{name}={value}", f"{name} is at least {least}, or null", "correct the value")
+    if min(c.gates.identity_max, c.gates.shifted_min, c.gates.publish_kl_max) < 0 or c.sandbox.grade_timeout_s <= 0:
+        refuse(
+            f"opsd.gates {c.gates}, opsd.sandbox.grade_timeout_s={c.sandbox.grade_timeout_s}",
+            "thresholds are not negative and a time limit is above 0",
+            "correct the value",
+        )
+    if not c.loss.turn_kinds:
+        refuse("opsd.loss.turn_kinds=[]", "some kind of turn carries the loss", "name policy, malformed or both")
+    if c.loss.class_weights is not None:
+        weights = dataclasses.astuple(c.loss.class_weights)
+        if min(weights) < 0 or max(weights) == 0:
+            refuse(f"opsd.loss.class_weights={c.loss.class_weights}", "weights >= 0, one of them above 0", "correct them")
+    found = (c.contract.harness, c.contract.templates_hash, c.contract.dataset_hash)
+    if c.contract.grader != "merged-tree" or any(found) or c.contract.schema != SCHEMA:
+        refuse(
+            f"opsd.contract.grader={c.contract.grader} schema={c.contract.schema} found fields {found}",
+            f"grader is merged-tree, schema {SCHEMA}; harness, templates_hash and dataset_hash are found out at the start",
+            "leave these fields out",
         )
     if c.contract.thinking == "strip":
         refuse(

@@ -166,11 +166,16 @@ class OpsdPairLoop(AgentLoopBase):
         )
         episode_id = f"{pair.split}-{int(kwargs['global_steps']):05d}-{int(info['index']):05d}-{int(kwargs['session_id'])}"
         async with rt.slots:
-            episode = await self._episode(rt, pair, episode_id)
-        return episode_outputs(rt.opsd, pair, episode, self.tokenizer)
+            episode, fault = await self._episode(rt, pair, episode_id)
+        # Rows come before the record: an episode that can't become rows is not on record, and the trainer misses it.
+        outputs = episode_outputs(rt.opsd, pair, episode, self.tokenizer) if fault is None else []
+        await asyncio.get_running_loop().run_in_executor(rt.grading, rt.store.write, episode)
+        if fault is not None:
+            raise fault
+        return outputs
 
-    async def _episode(self, rt: Runtime, pair: PairTask, episode_id: str) -> Episode:
-        """One episode, stored whatever happens; an infrastructure fault is stored as such and raised again."""
+    async def _episode(self, rt: Runtime, pair: PairTask, episode_id: str) -> tuple[Episode, InfraFault | None]:
+        """One episode, and the infrastructure fault that ended it."""
         engine = VerlEngine(self.server_manager, self.rollout_config.name, rt.contract.wall_limit_s, pair.key)
         gateway = Gateway(
             engine,
@@ -208,11 +213,7 @@ class OpsdPairLoop(AgentLoopBase):
             )
         except InfraFault as e:
             fault = e
-        episode = _record(rt, pair, episode_id, sessions, done, grade, fault, started)
-        await asyncio.get_running_loop().run_in_executor(rt.grading, rt.store.write, episode)
-        if fault is not None:
-            raise fault
-        return episode
+        return _record(rt, pair, episode_id, sessions, done, grade, fault, started), fault
 
 
 def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenizer: Any) -> list[AgentLoopOutput]:

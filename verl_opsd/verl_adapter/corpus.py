@@ -36,8 +36,8 @@ def size(opsd: OpsdConfig) -> int:
     return len(episodes(opsd))
 
 
-def check_corpus(opsd: OpsdConfig, contract: EvalContract) -> None:
-    """The corpus exists, was collected under this contract and holds something to train on.
+def check_corpus(opsd: OpsdConfig, contract: EvalContract, evaluation: list[PairTask]) -> None:
+    """The corpus exists, was collected under this contract, holds something to train on and nothing that is evaluated.
 
     The dataset hash is left out of the comparison: it covers the evaluation tasks of either run too, and the episodes name
     their own tasks.
@@ -61,8 +61,9 @@ def check_corpus(opsd: OpsdConfig, contract: EvalContract) -> None:
     )
     if not episodes(opsd):
         raise OpsdError(f"corpus={opsd.corpus} has no scored training episode", "there is nothing to train on", "collect again")
-    for e in episodes(opsd):
-        pair_of(opsd, e)
+    from verl_opsd.cooperbench.dataset import assert_disjoint
+
+    assert_disjoint([pair_of(opsd, e) for e in episodes(opsd)], evaluation, level=opsd.tasks.disjoint)
 
 
 def pair_of(opsd: OpsdConfig, episode: Episode) -> PairTask:

@@ -20,6 +20,8 @@ from verl_opsd.rundir import RunDir
 from verl_opsd.verl_adapter import checks
 from verl_opsd.verl_adapter.agent_loop import OWN_BACKENDS
 
+#: Rows a rank that the identity control looks at.
+CONTROL_ROWS = 4
 #: Of the publish guard: rows, tokens of a row's prefix, and positions of a row that are compared.
 PROBE_ROWS, PROBE_TOKENS, PROBE_POSITIONS = 2, 2048, 16
 #: Tokens of the fixed probe on which another server is followed from version to version, and the standard error of its share
@@ -96,10 +98,20 @@ def _control(trainer: Any, batch: KVBatchMeta, teacher: str, shift: int, adapter
     return torch.cat(list(out["value_divergence"].unbind())).float().numpy()
 
 
+def _sample(trainer: Any, batch: KVBatchMeta) -> KVBatchMeta:
+    """The shortest real rows, ``CONTROL_ROWS`` a rank: a control costs two forwards a row."""
+    ranks = max(trainer.actor_rollout_wg._query_dispatch_info("actor")) + 1
+    real = sorted((t["seq_len"], k) for t, k in zip(batch.tags, batch.keys, strict=True) if not t.get("is_padding", False))
+    padding = [k for t, k in zip(batch.tags, batch.keys, strict=True) if t.get("is_padding", False)]
+    count = min(CONTROL_ROWS * ranks, len(batch) // ranks * ranks)
+    return batch.select_keys(([k for _, k in real] + padding)[:count])
+
+
 def identity_control(trainer: Any, batch: KVBatchMeta) -> None:
-    """Before the first update, on its own rows: a teacher that is the student and sees what the student saw has KL 0; with its
+    """Before the first update, on some of its own rows: a teacher that is the student and sees what the student saw has KL 0; with its
     positions moved by one the same measurement must fail. The brief's effect is recorded beside them."""
     gates, run = trainer.opsd.gates, trainer.run_dir
+    batch = _sample(trainer, batch)
     identity = _control(trainer, batch, "own", 0, "off")
     run.require(
         "identity",

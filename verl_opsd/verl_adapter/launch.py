@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
 import sys
@@ -55,7 +56,7 @@ def parse(config: DictConfig) -> OpsdConfig:
             "install with `pip install .`, or `pip install -e . --config-settings editable_mode=compat`",
         )
     missing = [str(k) for k in config if OmegaConf.is_missing(config, k)]  # first: keys of the section refer to them
-    missing = missing or [f"opsd.{k}" for k in sorted(OmegaConf.missing_keys(config.opsd))]
+    missing = missing or [f"{k}" for k in sorted(OmegaConf.missing_keys(config.opsd))]
     if missing:
         raise OpsdError(f"{', '.join(missing)} not set", "there is no default", "give KEY=VALUE on the command line")
     check_keys(config)
@@ -106,7 +107,44 @@ def _verl_contradictions(config: DictConfig, opsd: OpsdConfig) -> None:
         ),
         (opsd.mode == "offline" and not opsd.corpus, "no corpus", "offline training reads a stored corpus", "corpus=RUN_DIR"),
         (opsd.mode != "offline" and bool(opsd.corpus), f"opsd.corpus={opsd.corpus}", "only offline reads it", "remove it"),
-        (opsd.teacher.kind == "device" and opsd.loss.anchor > 0 and not lora, "anchor without LoRA", "needs LoRA", "use LoRA"),
+        (
+            opsd.loss.anchor > 0 and not lora,
+            f"opsd.loss.anchor={opsd.loss.anchor} without LoRA",
+            "the anchor is read under the student's own head, which full-parameter training moves",
+            "set actor_rollout_ref.model.lora_rank, or opsd.loss.anchor=0",
+        ),
+        (
+            not 1 <= rollout.agent.num_workers <= c.concurrency,
+            f"rollout.agent.num_workers={rollout.agent.num_workers} with contract.concurrency={c.concurrency}",
+            "every worker runs at least one pair at a time, and all together no more than the contract says",
+            "set it between 1 and opsd.contract.concurrency",
+        ),
+        (
+            not isinstance(config.trainer.test_freq, int) or not isinstance(config.trainer.total_training_steps, int),
+            f"trainer.test_freq={config.trainer.test_freq}, total_training_steps={config.trainer.total_training_steps}",
+            "both are numbers of rounds",
+            "give numbers; test_freq=-1 never evaluates",
+        ),
+        (
+            config.data.train_batch_size < 1
+            or (isinstance(config.trainer.total_training_steps, int) and config.trainer.total_training_steps < 1),
+            f"data.train_batch_size={config.data.train_batch_size}, total_training_steps={config.trainer.total_training_steps}",
+            "a run has at least one round of at least one pair",
+            "give numbers above 0",
+        ),
+        (
+            actor.ppo_epochs != opsd.loss.epochs,
+            f"actor.ppo_epochs={actor.ppo_epochs}",
+            "epochs of this loss are opsd.loss.epochs",
+            "set opsd.loss.epochs",
+        ),
+        (
+            actor.ppo_mini_batch_size != config.data.train_batch_size,
+            f"actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}",
+            "optimizer steps count episodes: opsd.loss.episodes_per_update",
+            "set opsd.loss.episodes_per_update",
+        ),
+        (actor.entropy_coeff != 0, f"actor.entropy_coeff={actor.entropy_coeff}", "not a term of this loss", "leave it at 0"),
     ]
     for broken, what, rule, way_out in rules:
         if broken:
@@ -261,6 +299,12 @@ def load_pairs(opsd: OpsdConfig) -> tuple[list[PairTask], list[PairTask]]:
     train, evaluation = load_subset(opsd.tasks.train, root, split="train"), load_subset(opsd.tasks.eval, root, split="eval")
     assert_disjoint(train, evaluation, level=opsd.tasks.disjoint)
     train, evaluation = train[: opsd.tasks.max_train], evaluation[: opsd.tasks.max_eval]
+    if not train or not evaluation:
+        raise OpsdError(
+            f"{len(train)} training pairs, {len(evaluation)} evaluation pairs",
+            "a run needs both",
+            "name subsets that hold pairs",
+        )
     if opsd.tasks.prepare:
         prepare_missing(opsd, train + evaluation)
     require_qualified(train + evaluation, cache_dir())
@@ -304,12 +348,12 @@ def freeze_contract(opsd: OpsdConfig, pairs: list[PairTask], model_path: str) ->
     )
 
 
-def write_data(run: RunDir, pairs: list[PairTask], name: str, repeat_to: int = 0) -> None:
-    """verl's prompt file: one row a pair. ``repeat_to``: rows at least, by going round, so that a batch can be filled."""
+def write_data(run: RunDir, pairs: list[PairTask], name: str, batch: int = 1) -> None:
+    """verl's prompt file: one row a pair, repeated until the rows are whole batches, since verl drops what is left over."""
     import pandas
 
     rows = []
-    count = max(len(pairs), -(-repeat_to // len(pairs)) * len(pairs))
+    count = math.lcm(len(pairs), batch)
     for i in range(count):
         p = pairs[i % len(pairs)]
         info: dict[str, Any] = {"index": i, "pair": dataclasses.asdict(p) | {"dataset_dir": str(p.dataset_dir)}}
@@ -374,9 +418,9 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     if opsd.mode == "offline":
         from verl_opsd.verl_adapter.corpus import check_corpus
 
-        check_corpus(opsd, contract)
+        check_corpus(opsd, contract, evaluation)
     resume.check(run, contract)
-    write_data(run, train, "train", repeat_to=config.data.train_batch_size)
+    write_data(run, train, "train", batch=config.data.train_batch_size)
     write_data(run, evaluation, "val")
     write_json(run.path / "contract.json", contract.as_dict())
     print(
