@@ -234,10 +234,17 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return tuple(_value(args[0], v, where) for v in value)
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
-    if isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+    if (
+        hint is not float
+        and isinstance(hint, type)
+        and isinstance(value, hint)
+        and not (hint is int and isinstance(value, bool))
+    ):
         return value
     name = getattr(hint, "__name__", str(hint))
-    raise OpsdError(f"{where}={value!r}", f"{where} is of type {name}", f"give a value of type {name}")
+    raise OpsdError(
+        f"{where}={value!r}", f"{where} is of type {name}{', finite' if hint is float else ''}", f"give a value of type {name}"
+    )
 
 
 def _contradictions(c: OpsdConfig) -> None:
