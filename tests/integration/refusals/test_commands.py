@@ -117,7 +117,8 @@ def test_hidden_search_path_plugin_is_registered_by_the_plugin_itself(train):
 def test_broken_plugin_stops_the_process(train, before, words):
     """verl itself would log it at DEBUG level and train without it."""
     done = train("+recipe=opd", before=before)
-    assert done.returncode == 1 and all(w in done.stderr for w in [*words, "way out: run `opsd doctor`"]), done.stderr
+    # 1 while verl is imported, 2 when a launch check imports the module whose registry has moved
+    assert done.returncode in (1, 2) and all(w in done.stderr for w in [*words, "way out: run `opsd doctor`"]), done.stderr
 
 
 def test_plugin_costs_little_of_import_verl():
