@@ -159,9 +159,9 @@ def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:
             "adapter_non_zero",
             stats["max_abs_B"],
             0.0,
-            stats["max_abs_B"] > 0,
+            stats["max_abs_B"] > 0 or abs(trainer.last_loss) <= gates.identity_max,  # an identical teacher teaches nothing
             "the update left the adapter at zero: learning rate, coefficients or gradient flow",
-            f"{stats['tensors']} tensors of {stats['dtypes']}",
+            f"{stats['tensors']} tensors of {stats['dtypes']}, loss {trainer.last_loss:.2e}",
         )
     sequences, positions = _probes(trainer, batch)
     ours = trainer.actor_rollout_wg.opsd_logprobs(sequences, positions)[0]

@@ -98,6 +98,7 @@ class OpsdTrainer(PPOTrainerSync):
         self._stage_started = 0.0
         self._controlled = False
         self.followed: guards.Followed | None = None
+        self.last_loss = 0.0
         self._collecting = False
         self._evaluation_due = False
         super().__init__(config)
@@ -343,9 +344,10 @@ class OpsdTrainer(PPOTrainerSync):
         output["perf/mfu/actor"] = output.pop("actor/mfu", [0.0])
         metrics.update(reduce_metrics(output))
         metrics.update(self._means)
+        self.last_loss = float(metrics["actor/loss"])
         self._finish_stage(
             "train",
-            loss=metrics["actor/loss"],
+            loss=self.last_loss,
             loss_tokens=self._loss_tokens,
             sequence_tokens=self._sequence_tokens,
             **self._means,
