@@ -9,6 +9,7 @@ command line they are removed.
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,8 @@ def start(directories: list[str]) -> subprocess.Popen[bytes]:
 
 #: Seconds that a Ray cluster has to end by itself once its driver is gone.
 GRACE_S = 3.0
+#: Seconds between two looks at the processes of a running cluster.
+LOOK_S = 3.0
 
 
 def users(directories: list[str]) -> list[int]:
@@ -67,18 +70,39 @@ def cluster(directories: list[str]) -> list[int]:
     return sorted(found)
 
 
+def start_of(pid: int) -> str:
+    """When a process started, in clock ticks since boot: with its id it names a process for good. Empty: it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def alive(processes: set[tuple[int, str]]) -> set[tuple[int, str]]:
+    """Those that still run."""
+    return {(pid, start) for pid, start in processes if start and start_of(pid) == start}
+
+
+def kill(processes: set[tuple[int, str]]) -> None:
+    """Ends processes. Servers that die first leave their workers to init, so workers are known from earlier looks."""
+    for pid, _ in alive(processes):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:  # it ended meanwhile
+            continue
+
+
 def main(directories: list[str], patience_s: float = 180.0) -> None:
     """Waits for the end of standard input, ends what is left of the run, then removes the directories."""
-    sys.stdin.buffer.read()
+    seen: set[tuple[int, str]] = set()
+    while not select.select([sys.stdin], [], [], LOOK_S)[0]:  # readable: the end of the run
+        seen |= {(pid, start_of(pid)) for pid in cluster(directories)}
     ended = time.monotonic()
     try:
-        while users(directories) and time.monotonic() < ended + patience_s:
+        while (users(directories) or alive(seen)) and time.monotonic() < ended + patience_s:
             if time.monotonic() > ended + GRACE_S:
-                for pid in cluster(directories):
-                    try:
-                        os.kill(pid, signal.SIGKILL)
-                    except ProcessLookupError:  # it ended meanwhile
-                        continue
+                kill(seen | {(pid, start_of(pid)) for pid in cluster(directories)})
             end_sandboxes()
             time.sleep(0.5)
         end_sandboxes()
