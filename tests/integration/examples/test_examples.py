@@ -99,6 +99,7 @@ def test_examples_are_short(path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_all_examples_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The modules are loaded in every process: a brief in the agent-loop worker, a divergence in the training worker, a
     worker class in its Ray actor, a trainer in verl's task runner."""

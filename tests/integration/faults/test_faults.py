@@ -34,6 +34,7 @@ def test_engine_that_dies_in_the_middle_of_an_episode(job: Callable[..., Job]):
     run.require_clean()
 
 
+@pytest.mark.slow
 def test_kill_9_resume_and_a_masked_episode(job: Callable[..., Job]):
     """Round 1 with a fault in one of two pairs; killed in the middle of round 2; then continued to the end."""
     fault = {"agent1": [LOOK, {"fault": "raise"}], "agent2": [LOOK, LOOK]}
@@ -63,7 +64,8 @@ def test_kill_9_resume_and_a_masked_episode(job: Callable[..., Job]):
     assert len(report["loss_by_round"]) == 2 and len(report["distillation"]["kl_by_round"]) == 2
     names = sorted(p.name for p in (second.run / "stages").iterdir())
     assert names == sorted(
-        [f"{n:04d}-{s}.json" for n in (1, 2) for s in ("collect", "train", "publish")] + ["0002-evaluate.json"]
+        [f"{n:04d}-{s}.json" for n in (1, 2) for s in ("collect", "train", "publish")]
+        + ["0000-start.json", "0002-evaluate.json"]
     )
     moved = second.run / "interrupted" / "0"
     assert [p.name for p in (moved / "episodes").iterdir()] == ["train-00002-00001-0"]
