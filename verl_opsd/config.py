@@ -74,6 +74,8 @@ class LossConfig:
         max_log_ratio: of policy_gradient and k3, clip of the log-ratio in nats; null stops the run where exp would overflow.
         reduction: token, turn, branch or episode mean over the rows of one optimizer step.
         anchor: weight of the same divergence to the student's own base; 0 turns it off.
+        drift: measure the divergence from the student's own base at every policy position (for one more pass over the student's
+            ids a round); an anchor does so anyway.
         threshold: keep only positions whose detached divergence is above a number of nats (:class:`ThresholdConfig`).
         gate: surprisal gate sigmoid(kappa * (log pS - gamma)); enters no denominator.
         clip: largest absolute weight of a position's pull; see ``distill.weights.Clip``.
@@ -96,6 +98,7 @@ class LossConfig:
     max_log_ratio: float | None = None
     reduction: Literal["token", "turn", "branch", "episode"] = "token"
     anchor: float = 0.0
+    drift: bool = False
     threshold: ThresholdConfig | None = None
     gate: GateConfig | None = None
     clip: float | None = None

@@ -23,8 +23,8 @@ class OpsdLoss:
             switched off. ``initial``: a frozen copy of the trainable weights as they were when this loss was set.
         divide_by_kept: the step's loss and gradient are divided, once after its last micro-batch, by the coefficients of the
             positions that the spec's :class:`Threshold` kept, over all ranks. The rows' coefficients of a step sum to 1 (token mean).
-        anchor: whether the divergence from the reference on the student's own ids is part of the loss; its coefficients are
-            the rows' ``opsd_anchor``.
+        anchor: whether the divergence from the reference on the student's own ids (drift) is measured; its coefficients in the loss are
+            the rows' ``opsd_anchor``, which may be 0.
     """
 
     spec: LossSpec = field(default_factory=LossSpec)
@@ -35,11 +35,11 @@ class OpsdLoss:
     anchor: bool = False
 
     def __post_init__(self) -> None:
-        if self.divide_by_kept and (self.kept_above is None or self.anchor):
+        if self.divide_by_kept and self.kept_above is None:
             raise OpsdError(
-                f"divide_by_kept with weights {self.spec.weights} and anchor={self.anchor}",
-                "one number divides the step's whole gradient: the weight that one Threshold kept, and no anchor has its own",
-                "put a Threshold into spec.weights, or leave divide_by_kept out; take the threshold at collection beside an anchor",
+                f"divide_by_kept with weights {self.spec.weights}",
+                "what divides the step is the weight that a Threshold kept",
+                "put a Threshold into spec.weights, or leave divide_by_kept out",
             )
 
     @property

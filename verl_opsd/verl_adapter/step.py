@@ -21,7 +21,7 @@ from verl_opsd.verl_adapter.passes import flat, jagged, layout_index, signal_of
 #: Values of ``HeadResult`` that a step reports for each loss position, as metrics ``opsd/<name>``.
 TOKEN_VALUES = tuple(name.removesuffix("_N") for name in HeadResult.__dataclass_fields__)
 #: Row fields that a step reports beside them, so that the values can be grouped.
-ROW_VALUES = ("coef", "class", "turn")
+ROW_VALUES = ("coef", "class", "turn", "position")
 
 
 def loss_task(batch: TensorDict, loss: OpsdLoss, head_id: str, teacher_weight_VH: Tensor | None, ranks: int) -> HeadTask:
@@ -38,6 +38,12 @@ def loss_task(batch: TensorDict, loss: OpsdLoss, head_id: str, teacher_weight_VH
     ids, positions = batch["input_ids"].unbind(), batch["opsd_position"].unbind()
     counts = [len(p) for p in positions]
     anchor_N = flat(batch, "opsd_anchor")
+    if loss.divide_by_kept and bool((anchor_N != 0).any()):
+        raise OpsdError(
+            "rows with anchor coefficients under a loss that is divided by the kept positions",
+            "one number divides the step's whole gradient, and the anchor has its own denominator",
+            "take the threshold at collection, or build the rows with opsd_anchor = 0",
+        )
     if not loss.anchor and bool((anchor_N != 0).any()):
         raise OpsdError(
             f"rows with anchor coefficients under a loss without an anchor: {anchor_N.unique().tolist()[:5]}",
@@ -66,11 +72,20 @@ def kept_coefficient(batch: TensorDict, result: HeadResult, above: float) -> Ten
 
 
 def metrics_of(batch: TensorDict, result: HeadResult, step: int) -> dict[str, list[float]]:
-    """A flat list for each of ``TOKEN_VALUES`` and ``ROW_VALUES``, and ``opsd/step``, the optimizer step."""
+    """A flat list for each of ``TOKEN_VALUES`` and ``ROW_VALUES``, ``opsd/turn_position``, and ``opsd/step``, the optimizer step."""
     metrics = {f"opsd/{k}": getattr(result, f"{k}_N").tolist() for k in TOKEN_VALUES}
     metrics |= {f"opsd/{k}": flat(batch, f"opsd_{k}").tolist() for k in ROW_VALUES}
+    metrics["opsd/turn_position"] = torch.cat([turn_position(t) for t in batch["opsd_turn"].unbind()]).tolist()
     metrics["opsd/step"] = [step] * len(metrics["opsd/coef"])
     return metrics
+
+
+def turn_position(turn_N: Tensor) -> Tensor:
+    """Loss positions of the same turn before each one, of one row, int64[N]; a turn's positions are beside each other."""
+    place_N = torch.arange(len(turn_N), device=turn_N.device)
+    first_N = torch.ones_like(turn_N, dtype=torch.bool)
+    first_N[1:] = turn_N[1:] != turn_N[:-1]
+    return place_N - torch.where(first_N, place_N, 0).cummax(0).values
 
 
 def values_by_row(batch: TensorDict, result: HeadResult) -> dict[str, Tensor]:

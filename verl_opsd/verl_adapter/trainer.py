@@ -56,7 +56,7 @@ def loss_of(opsd: OpsdConfig, lora: bool) -> OpsdLoss:
         teacher=opsd.teacher.kind,
         divide_by_kept=opsd.loss.threshold is not None
         and (opsd.loss.threshold.taken, opsd.loss.threshold.denominator) == ("current", "kept"),
-        anchor=opsd.loss.anchor > 0,
+        anchor=opsd.loss.anchor > 0 or opsd.loss.drift,
     )
 
 

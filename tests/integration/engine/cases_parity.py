@@ -99,6 +99,24 @@ def case_anchor() -> dict:
         one_step(engine, batch(mine(rows)), ADAPTER)
     except OpsdError as error:
         out["refused"] = str(error)
+    unanchored = all_rows()  # drift measured, and no part of the loss
+    measured = one_step(engine, batch(mine(unanchored)), anchored, values=("anchor",))
+    plain = one_step(engine, batch(mine(unanchored)), ADAPTER)
+    out["drift_loss"] = abs(measured["loss"] - plain["loss"])
+    out["drift_grad"] = max(float((measured["grads"][k] - g).norm() / g.norm()) for k, g in plain["grads"].items())
+    ones = [r | {"opsd_coef": torch.zeros_like(r["opsd_coef"])} for r in unanchored]
+    by_position = []  # KL(student || base) at each position, from the eager reference, one coefficient at a time
+    for r, row in enumerate(ones):
+        for n in (0, len(row["opsd_position"]) - 1):
+            picked = [dict(x) for x in ones]
+            picked[r]["opsd_anchor"] = torch.zeros(len(row["opsd_position"]))
+            picked[r]["opsd_anchor"][n] = 1.0
+            by_position.append(eager(student, None, picked, True)["loss"])
+    ends, at = torch.tensor([len(r["opsd_position"]) for r in ones]).cumsum(0).tolist(), []
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        at += [measured["anchor"][start], measured["anchor"][end - 1]]
+    out["drift"] = max(abs(a - b) for a, b in zip(at, by_position, strict=True))
+    out["drift_mean"] = sum(measured["anchor"]) / len(measured["anchor"])
     return out
 
 

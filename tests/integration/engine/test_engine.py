@@ -130,6 +130,13 @@ def test_anchor_is_part_of_the_loss(measured: Any, world: int) -> None:
     assert "would vanish silently" in found["refused"]
 
 
+@each_world
+def test_drift_is_measured_without_being_part_of_the_loss(measured: Any, world: int) -> None:
+    found = measured(world, "anchor")
+    assert found["drift_loss"] < 1e-6 and found["drift_grad"] < 1e-5
+    assert found["drift"] < 1e-5 < 1e-2 < found["drift_mean"]
+
+
 def test_one_rank_equals_two(measured: Any) -> None:
     one, two = (measured(w, "one_against_two")["losses"] for w in (1, 2))
     assert one[0] != one[1] != one[2]
