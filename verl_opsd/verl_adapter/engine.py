@@ -31,7 +31,7 @@ from verl_opsd.distill.head import HeadTask, LossPositionHead, install_head
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import Pass, group_passes, jagged, layout_index, own_passes, rows_of, view_passes
-from verl_opsd.verl_adapter.step import kept_coefficient, loss_task, metrics_of, values_by_row
+from verl_opsd.verl_adapter.step import kept_coefficient, loss_task, metrics_of, task_reward_loss, values_by_row
 
 #: Largest relative difference of a hidden state between a sequence alone and beside another one, by compute dtype.
 LAYOUT_THRESHOLD = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
@@ -429,6 +429,8 @@ class OpsdEngine(FSDPEngineWithLMHead):
         task = loss_task(batch, loss_function, head_id, teacher_weight_VH, self.get_data_parallel_size())
         loss = self.run(batch, task).sum()
         assert task.result is not None
+        if loss_function.task_reward is not None:
+            loss = loss + task_reward_loss(batch, task, loss_function.task_reward, self.get_data_parallel_size())
         if loss_function.divide_by_kept:
             assert loss_function.kept_above is not None
             self._kept += kept_coefficient(batch, task.result, loss_function.kept_above)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from verl_opsd.distill.loss import LossSpec
+from verl_opsd.distill.policy import PpoClip
 from verl_opsd.distill.weights import Threshold
 from verl_opsd.errors import OpsdError
 
@@ -21,6 +22,8 @@ class OpsdLoss:
             vocabulary head. ``device``: another model, scored before the update, under the head given to ``set_teacher_head``.
         reference: weights of the self teacher, of the controls and of the anchor. ``adapter_off``: the student's base, with its adapters
             switched off. ``initial``: a frozen copy of the trainable weights as they were when this loss was set.
+        task_reward: bounds of PPO's term of the task reward; its coefficients times advantages are the rows' ``opsd_reward``. None: there
+            is no such term.
         divide_by_kept: the step's loss and gradient are divided, once after its last micro-batch, by the coefficients of the
             positions that the spec's :class:`Threshold` kept, over all ranks. The rows' coefficients of a step sum to 1 (token mean).
         anchor: whether the divergence from the reference on the student's own ids (drift) is measured; its coefficients in the loss are
@@ -31,6 +34,7 @@ class OpsdLoss:
     chunk: int = 256
     teacher: Literal["self", "device"] = "self"
     reference: Literal["adapter_off", "initial"] = "adapter_off"
+    task_reward: PpoClip | None = None
     divide_by_kept: bool = False
     anchor: bool = False
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from verl_opsd.distill.head import HeadResult, HeadTask
+from verl_opsd.distill.policy import PpoClip, ppo_loss
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import flat, jagged, layout_index, signal_of
@@ -38,18 +39,20 @@ def loss_task(batch: TensorDict, loss: OpsdLoss, head_id: str, teacher_weight_VH
     ids, positions = batch["input_ids"].unbind(), batch["opsd_position"].unbind()
     counts = [len(p) for p in positions]
     anchor_N = flat(batch, "opsd_anchor")
-    if loss.divide_by_kept and bool((anchor_N != 0).any()):
-        raise OpsdError(
-            "rows with anchor coefficients under a loss that is divided by the kept positions",
-            "one number divides the step's whole gradient, and the anchor has its own denominator",
-            "take the threshold at collection, or build the rows with opsd_anchor = 0",
-        )
-    if not loss.anchor and bool((anchor_N != 0).any()):
-        raise OpsdError(
-            f"rows with anchor coefficients under a loss without an anchor: {anchor_N.unique().tolist()[:5]}",
-            "a coefficient that is not used would vanish silently",
-            "set anchor=True in OpsdLoss, or build the rows with opsd_anchor = 0",
-        )
+    for name, used in (("anchor", loss.anchor), ("reward", loss.task_reward is not None)):
+        value_N = flat(batch, f"opsd_{name}")
+        if not used and bool((value_N != 0).any()):
+            raise OpsdError(
+                f"rows with opsd_{name} of {value_N.unique().tolist()[:5]} under a loss without that term",
+                "a coefficient that is not used would vanish silently",
+                f"set the term in OpsdLoss, or build the rows with opsd_{name} = 0",
+            )
+        if loss.divide_by_kept and bool((value_N != 0).any()):
+            raise OpsdError(
+                f"rows with opsd_{name} under a loss that is divided by the kept positions",
+                "one number divides the step's whole gradient, and this term has its own denominator",
+                f"take the threshold at collection, or build the rows with opsd_{name} = 0",
+            )
     packed = tu.get_non_tensor_data(batch, "use_remove_padding", True)
     return HeadTask(
         kind="loss",
@@ -62,8 +65,15 @@ def loss_task(batch: TensorDict, loss: OpsdLoss, head_id: str, teacher_weight_VH
         anchor_coef_N=anchor_N * ranks if loss.anchor else None,
         loss=loss.spec,
         chunk=loss.chunk,
+        policy=loss.task_reward is not None,
         behaviour_logprob_N=flat(batch, "opsd_behaviour") if loss.spec.divergence == "policy_gradient" else None,
     )
+
+
+def task_reward_loss(batch: TensorDict, task: HeadTask, clip: PpoClip, ranks: int) -> Tensor:
+    """PPO's term of a micro-batch, 0-d; ``ranks`` as in :func:`loss_task`."""
+    assert task.log_probs_N is not None
+    return ppo_loss(task.log_probs_N, flat(batch, "opsd_behaviour"), flat(batch, "opsd_reward") * ranks, clip)
 
 
 def kept_coefficient(batch: TensorDict, result: HeadResult, above: float) -> Tensor:

@@ -24,6 +24,7 @@ from ranks import (
 from tiny import V, batch, eager, eager_sampled, make_row, reference_model
 
 from verl_opsd.distill.loss import LossSpec
+from verl_opsd.distill.policy import PpoClip
 from verl_opsd.distill.weights import Threshold
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter.engine import OpsdEngine
@@ -135,6 +136,35 @@ def case_sampled() -> dict:
         out[f"{name}_unknown"] = float(got[~used].isnan().float().mean())
         found["divergence"], want["divergence"] = got[used].tolist(), want["divergence"][used]
         out[name] = compare(found, want) | {"masked": float((want["divergence"] == 0).float().mean())}
+    return out
+
+
+def case_task_reward() -> dict:
+    """PPO's term beside the distillation, against full logits: loss and gradient of both."""
+    engine = build("untied")
+    student = reference_model(f"{MODELS}/untied", True)
+    copy_into(student, engine)
+    rows = all_rows()
+    for i, row in enumerate(rows):
+        row["opsd_reward"] = torch.randn(len(row["opsd_position"]), generator=torch.Generator().manual_seed(i)) / 10
+    want = eager(student, None, rows, True)
+    plain_loss, grads, term = want["loss"], want["grads"], torch.zeros(())
+    student.zero_grad()
+    for row in rows:
+        token = row["input_ids"][row["opsd_position"] + 1][:, None]
+        logp = student(input_ids=row["input_ids"][None]).logits[0][row["opsd_position"]].log_softmax(-1).gather(-1, token)[:, 0]
+        a, ratio = row["opsd_reward"], (logp - row["opsd_behaviour"]).exp()
+        worst = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
+        term = term + torch.where(a < 0, torch.minimum(worst, -a * 3), worst).sum()
+    term.backward()
+    theirs = dict(student.named_parameters())
+    want["grads"] = {k: g + theirs[k].grad for k, g in grads.items()}
+    want["loss"] = plain_loss + float(term)
+    out: dict = {"term": float(term), "moved": max(float(theirs[k].grad.norm() / g.norm()) for k, g in grads.items())}
+    for name, settings in (("micro1", dict(micro=1)), ("micro2", dict(micro=2)), ("dynamic", dict(dynamic=True))):
+        loss = OpsdLoss(chunk=5, task_reward=PpoClip())
+        out[name] = compare(one_step(engine, batch(mine(rows), **settings), loss), want, ordered=name != "dynamic")
+    out["refused"] = refusal(lambda: one_step(engine, batch(mine(rows)), ADAPTER))
     return out
 
 

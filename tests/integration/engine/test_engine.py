@@ -21,6 +21,7 @@ BOTH = (
     "anchor",
     "kept",
     "sampled",
+    "task_reward",
     "views",
     "masked",
     "one_against_two",
@@ -152,6 +153,15 @@ def test_sampled_estimators_are_their_formulas(measured: Any, world: int) -> Non
         assert found[name]["loss"] < 1e-5 * scale and found[name]["divergence"] < 1e-4, name
         assert found[f"{name}_unknown"] == 1, name
     assert 0.1 < found["policy_gradient"]["masked"] < 0.9  # some tokens are trusted, some not
+
+
+@each_world
+def test_task_reward_is_part_of_the_loss(measured: Any, world: int) -> None:
+    found = measured(world, "task_reward")
+    assert abs(found["term"]) > 1e-2 and found["moved"] > 1e-2
+    for name in ("micro1", "micro2", "dynamic"):
+        assert found[name]["loss"] < 1e-5 and found[name]["grad"] < 1e-4 and found[name]["missing"] == [], name
+    assert "would vanish silently" in found["refused"]
 
 
 @each_world

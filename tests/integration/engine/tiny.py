@@ -102,6 +102,7 @@ def make_row(seed: int, loss_tokens: bool = True, per_turn: bool = False, brief:
         "opsd_coef": weights if coef is None else torch.full((n,), coef),
         "opsd_anchor": torch.zeros(n),
         "opsd_behaviour": -4.0 - 4 * torch.rand(n, generator=torch.Generator().manual_seed(seed)),
+        "opsd_reward": torch.zeros(n),
         "opsd_class": torch.zeros(n, dtype=torch.int64),
         "opsd_turn": turns,
         "opsd_view_ids": torch.cat(passes),
