@@ -75,7 +75,7 @@ class LossConfig:
         threshold: keep positions whose detached divergence is above this many nats; enters no denominator.
         gate: surprisal gate sigmoid(kappa * (log pS - gamma)); enters no denominator.
         clip: largest absolute weight of a position's pull; see ``distill.weights.Clip``.
-        class_weights: weight of each token class; enters the denominator. Null weighs all classes 1.
+        class_weights: weight of each token class; enters the denominator.
         max_prefix: only turns whose prefix is shorter than this many tokens carry loss.
         turn_kinds: kinds of turns that carry loss.
         chunk: loss positions per chunk of the vocabulary head.
@@ -93,7 +93,7 @@ class LossConfig:
     threshold: float | None = None
     gate: GateConfig | None = None
     clip: float | None = None
-    class_weights: ClassWeights | None = None
+    class_weights: ClassWeights = field(default_factory=lambda: ClassWeights())
     max_prefix: int | None = None
     turn_kinds: tuple[Literal["policy", "malformed"], ...] = ("policy", "malformed")
     chunk: int = 256
@@ -261,6 +261,12 @@ def _contradictions(c: OpsdConfig) -> None:
             "the self teacher is the student's own base; a path would be ignored",
             "remove the path or use teacher=device",
         )
+    if c.teacher.kind == "self" and c.teacher.devices != 1:
+        refuse(
+            f"opsd.teacher.kind=self with opsd.teacher.devices={c.teacher.devices}",
+            "the self teacher is scored on the student's devices; a number of its own would be ignored",
+            "leave the key out or use teacher=device",
+        )
     if c.sandbox.backend == "process" and not c.sandbox.allow_unsafe:
         refuse(
             "opsd.sandbox.backend=process",
@@ -299,10 +305,9 @@ def _contradictions(c: OpsdConfig) -> None:
         )
     if not c.loss.turn_kinds:
         refuse("opsd.loss.turn_kinds=[]", "some kind of turn carries the loss", "name policy, malformed or both")
-    if c.loss.class_weights is not None:
-        weights = dataclasses.astuple(c.loss.class_weights)
-        if min(weights) < 0 or max(weights) == 0:
-            refuse(f"opsd.loss.class_weights={c.loss.class_weights}", "weights >= 0, one of them above 0", "correct them")
+    weights = dataclasses.astuple(c.loss.class_weights)
+    if min(weights) < 0 or max(weights) == 0:
+        refuse(f"opsd.loss.class_weights={c.loss.class_weights}", "weights >= 0, one of them above 0", "correct them")
     found = (c.contract.harness, c.contract.templates_hash, c.contract.dataset_hash)
     if c.contract.grader != "merged-tree" or any(found) or c.contract.schema != SCHEMA:
         refuse(

@@ -31,7 +31,14 @@ def _report(args: argparse.Namespace) -> int:
     path = args.run / "report.json"
     if not path.is_file():
         raise OpsdError(f"{path} does not exist", "a report is written when a run has ended", "name the run's directory")
-    print_table(path)
+    try:
+        print_table(path)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OpsdError(
+            f"{path} is not a report of this version ({type(error).__name__}: {error})",
+            "a report is the JSON that a run of the same version has written",
+            "name another run, or run again with the same hydra.run.dir to write it anew",
+        ) from error
     return 0
 
 

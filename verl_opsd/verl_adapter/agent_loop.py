@@ -35,8 +35,7 @@ from verl_opsd.tokens.records import TOKEN_CLASSES, Episode, Grade, Sampling, Tr
 from verl_opsd.tokens.rows import padding_fields
 from verl_opsd.tokens.store import EpisodeStore
 from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder
-
-OWN_BACKENDS = ("opsd_embedded", "opsd_scripted")
+from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
 
 
 class OpsdOutput(AgentLoopOutput):
@@ -145,9 +144,8 @@ def training_row(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokeniz
     )
     anchor = torch.full((len(view.position),), float(opsd.loss.anchor > 0))
     row = build_row(trajectory, view, torch.ones_like(anchor), anchor)
-    if opsd.loss.class_weights is not None:
-        by_code = {TOKEN_CLASSES.index(name): w for name, w in dataclasses.asdict(opsd.loss.class_weights).items()}
-        row["opsd_coef"] *= class_weight(row["opsd_class"], by_code)
+    by_code = {TOKEN_CLASSES.index(name): w for name, w in dataclasses.asdict(opsd.loss.class_weights).items()}
+    row["opsd_coef"] *= class_weight(row["opsd_class"], by_code)
     if opsd.loss.max_prefix is not None:
         row["opsd_coef"] *= max_prefix(row["opsd_position"], row["opsd_turn"], opsd.loss.max_prefix)
     return row

@@ -57,7 +57,7 @@ class OpsdCallback(Callback):
         else:
             return
         if new and self._run is not None:
-            shutil.rmtree(self._run.path)
+            remove_run(self._run.path)
         raise SystemExit(2)
 
     def _start(self, config: DictConfig, run: RunDir) -> None:
@@ -97,6 +97,19 @@ class OpsdCallback(Callback):
         if failed:
             cause = getattr(job_return._return_value, "cause", job_return._return_value)
             print(f"error: {cause}\nverl-opsd: evidence so far: {self._run.path}/evidence.jsonl", file=sys.stderr, flush=True)
+
+
+def remove_run(path: Path) -> None:
+    """Removes a run directory, and the directories above it, below the current one, that are then empty."""
+    shutil.rmtree(path)
+    here = Path.cwd()
+    for parent in path.parents:
+        if here not in parent.parents:
+            return
+        try:
+            parent.rmdir()
+        except OSError:  # not empty
+            return
 
 
 def is_new(path: Path) -> bool:

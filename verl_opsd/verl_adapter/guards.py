@@ -18,7 +18,7 @@ from transfer_queue import KVBatchMeta
 from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir
 from verl_opsd.verl_adapter import checks
-from verl_opsd.verl_adapter.agent_loop import OWN_BACKENDS
+from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
 
 #: Rows a rank that the identity control looks at.
 CONTROL_ROWS = 4

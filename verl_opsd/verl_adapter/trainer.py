@@ -39,7 +39,7 @@ from verl_opsd.tokens.store import EpisodeStore
 from verl_opsd.verl_adapter import corpus, guards, teacher
 from verl_opsd.verl_adapter.engine import OpsdLoss
 from verl_opsd.verl_adapter.passes import own_passes, rows_of, view_passes
-from verl_opsd.verl_adapter.reduce import with_coefficients
+from verl_opsd.verl_adapter.reduce import update_groups, with_coefficients
 from verl_opsd.verl_adapter.worker import OpsdWorker
 
 #: Per-position values that the engine reports; saved as telemetry, never averaged by verl.
@@ -241,12 +241,16 @@ class OpsdTrainer(PPOTrainerSync):
         rank, and balances tokens over ranks inside each group."""
         dp = max(self.actor_rollout_wg._query_dispatch_info("actor")) + 1
         self.actor_rollout_wg._dispatch_info.setdefault("actor", self.actor_rollout_wg._query_dispatch_info("actor"))
-        episodes: dict[str, list[int]] = {}
-        for i, key in enumerate(batch.keys):
-            episodes.setdefault(key.rsplit("_", 1)[0], []).append(i)
-        per_update = self.opsd.loss.episodes_per_update or len(episodes)
-        names = list(episodes)
-        groups = [sum((episodes[e] for e in names[i : i + per_update]), []) for i in range(0, len(names), per_update)]
+        weights = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["opsd_coef"])["opsd_coef"]
+        carries = [bool((w != 0).any()) for w in weights.unbind()]
+        if not any(carries):
+            raise OpsdError(
+                f"no position that carries loss in this round's {len(batch)} rows",
+                "an update needs loss positions",
+                "look at the episodes: every agent failed before its first reply (context limit), or opsd.loss.class_weights, "
+                "turn_kinds and max_prefix leave nothing",
+            )
+        groups = update_groups(batch.keys, carries, self.opsd.loss.episodes_per_update)
         rows = -(-max(map(len, groups)) // dp) * dp
         real = len(batch)
         batch = upsample_batch_to_divisible_size(batch, rows * len(groups), self.tokenizer.eos_token_id)
@@ -284,13 +288,7 @@ class OpsdTrainer(PPOTrainerSync):
         tokens = sum(r["opsd_view_ids"].numel() + ids.numel() for r, ids in zip(rows, columns["input_ids"], strict=True))
         loss_tokens = sum(int((r["opsd_coef"] != 0).sum()) for r in rows)
         metrics["opsd/loss_tokens"] = loss_tokens
-        metrics["opsd/tokens_per_loss_token"] = tokens / max(1, loss_tokens)
-        if loss_tokens == 0:
-            raise OpsdError(
-                "no policy token in this round's episodes",
-                "an update needs loss positions",
-                "look at the episodes: every agent failed before its first reply (context limit, malformed turns)",
-            )
+        metrics["opsd/tokens_per_loss_token"] = tokens / loss_tokens
         self._sequence_tokens, self._loss_tokens = tokens, loss_tokens
         return tq.kv_batch_put(
             keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(batch))
