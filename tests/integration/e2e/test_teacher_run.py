@@ -52,6 +52,7 @@ def test_teacher_of_another_size(tmp_path: Path) -> None:
     assert stage(tmp_path / "run", "score") == {"restarts": 0}
 
 
+@pytest.mark.slow
 def test_identical_device_teacher(tmp_path: Path) -> None:
     gates, values = run(tmp_path / "run", ensure_tiny(cache_dir() / "models"), "brief=none", "opsd.teacher.devices=2")
     assert gates["device_identity"]["value"] <= 1e-6 == gates["device_identity"]["threshold"]
