@@ -3,7 +3,8 @@
     python benchmarks/head.py [--chunk 256 512 1024] [--repeat 5]
 
 Compared with the same loss in plain torch on full logits, and with the three matrix products that nothing can avoid:
-student logits, teacher logits, gradient to the student's hidden states. Peak is above the inputs (hidden states and
+student logits, teacher logits, gradient to the student's hidden states. Liger's fused JSD (``pip install liger-kernel``) is
+compared with the head's JSD. Peak is above the inputs (hidden states and
 both vocabulary weights). Without a GPU a small shape runs, whose numbers say nothing about the full one.
 
 Shape suffixes: N loss positions, C of one chunk, S student and T teacher hidden size, V vocabulary.
@@ -12,6 +13,7 @@ Shape suffixes: N loss positions, C of one chunk, S student and T teacher hidden
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import platform
 import resource
 import statistics
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_opsd.distill.head import HeadTask, LossPositionHead
+from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.signal import Signal
 
 GPU_SHAPE = {"n": 16384, "vocab": 248320, "student": 4096, "teacher": 5120}
@@ -89,17 +92,19 @@ def main() -> None:
     weight_VS, weight_VT = random(vocab, shape["student"], 0.02), random(vocab, shape["teacher"], 0.02)
     hidden_NS, teacher_NT = random(n, shape["student"], 2.0), random(n, shape["teacher"], 2.0)
     coef_N = torch.full((n,), 1.0 / n, device=device)
+    labels_N = torch.randint(vocab, (n,), generator=generator, device=device)
     head = LossPositionHead(shape["student"], vocab, bias=False, device="meta", dtype=torch.bfloat16)
     head.weight = nn.Parameter(weight_VS, requires_grad=False)
     hidden_1NS = hidden_NS[None].requires_grad_()
 
-    def head_step(chunk: int) -> None:
+    def head_step(chunk: int, spec: LossSpec = LossSpec()) -> None:  # noqa: B008 (frozen)
         head.task = HeadTask(
             kind="loss",
             index_N=torch.arange(n, device=device),
             teacher=Signal(hidden_NH=teacher_NT, head_id="teacher"),
             teacher_weight_VH=weight_VT,
             coef_N=coef_N,
+            loss=spec,
             chunk=chunk,
         )
         hidden_1NS.grad = None
@@ -124,7 +129,18 @@ def main() -> None:
     print(f"{'three matmuls':34} {floor:9.4f} {1.0:10.2f}", flush=True)
     for chunk in args.chunk:
         row(f"head, chunk {chunk}", partial(head_step, chunk))
+    row("head, JSD(0.5), chunk 512", partial(head_step, 512, LossSpec(divergence="jsd", beta=0.5)))
     hidden_1NS.grad = None
+    if cuda and importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
+
+        def liger_step() -> None:
+            leaf_NS = hidden_NS.detach().requires_grad_()
+            LigerFusedLinearJSD()(leaf_NS, weight_VS, teacher_NT, weight_VT, labels_N).backward()
+
+        row("Liger, fused JSD(0.5)", liger_step)
+    else:
+        print(f"Liger's fused JSD is not measured: {'liger-kernel is not installed' if cuda else 'its kernels need a GPU'}")
     row("full logits, autograd", partial(eager, hidden_NS, teacher_NT, weight_VS, weight_VT, coef_N))
     if not cuda:
         print(f"process peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")

@@ -72,10 +72,12 @@ class LossConfig:
         support: ``full``, or ``student_topk``, ``teacher_topk``, ``union_topk`` with ``top_k`` tokens a side and one tail bucket.
         reduction: token, turn, branch or episode mean over the rows of one optimizer step.
         anchor: weight of the same divergence to the student's own base; 0 turns it off.
-        threshold: keep positions whose detached divergence is above this many nats; enters no denominator.
+        threshold: keep only positions whose detached divergence is above a number of nats (:class:`ThresholdConfig`).
         gate: surprisal gate sigmoid(kappa * (log pS - gamma)); enters no denominator.
         clip: largest absolute weight of a position's pull; see ``distill.weights.Clip``.
         class_weights: weight of each token class; enters the denominator.
+        turn_half_life: tokens of a turn over which the weight of its positions halves; enters the denominator.
+        prefix_half_life: tokens of prefix before a turn over which its weight halves; enters the denominator.
         max_prefix: only turns whose prefix is shorter than this many tokens carry loss.
         turn_kinds: kinds of turns that carry loss.
         chunk: loss positions per chunk of the vocabulary head.
@@ -90,10 +92,12 @@ class LossConfig:
     top_k: int | None = None
     reduction: Literal["token", "turn", "branch", "episode"] = "token"
     anchor: float = 0.0
-    threshold: float | None = None
+    threshold: ThresholdConfig | None = None
     gate: GateConfig | None = None
     clip: float | None = None
     class_weights: ClassWeights = field(default_factory=lambda: ClassWeights())
+    turn_half_life: float | None = None
+    prefix_half_life: float | None = None
     max_prefix: int | None = None
     turn_kinds: tuple[Literal["policy", "malformed"], ...] = ("policy", "malformed")
     chunk: int = 256
@@ -116,13 +120,29 @@ class LossConfig:
                 "choose one of them, or add yours to verl_opsd.distill.loss.ANALYTIC from a module in VERL_USE_EXTERNAL_MODULES",
             )
         weights: list[Weight] = []
-        if self.threshold is not None:
-            weights.append(Threshold(self.threshold))
+        if self.threshold is not None and self.threshold.taken == "current":
+            weights.append(Threshold(self.threshold.above))
         if self.gate is not None:
             weights.append(SurprisalGate(self.gate.kappa, self.gate.gamma))
         if self.clip is not None:
             weights.append(Clip(self.clip))
         return LossSpec(self.divergence, self.beta, self.skew, self.support, self.top_k, tuple(weights))
+
+
+@dataclass(frozen=True)
+class ThresholdConfig:
+    """Threshold mask: positions of at most ``above`` nats get weight 0.
+
+    Attributes:
+        above: nats.
+        taken: ``collection``: at the weights before the round's first update, once for all of its epochs (one more pass of
+            teacher and student); ``current``: at the weights of each step.
+        denominator: ``kept``: the mean is over the kept positions; ``all``: over all of them, as if the others were 0.
+    """
+
+    above: float
+    taken: Literal["collection", "current"] = "current"
+    denominator: Literal["kept", "all"] = "all"
 
 
 @dataclass(frozen=True)
@@ -303,6 +323,20 @@ def _contradictions(c: OpsdConfig) -> None:
             "thresholds are not negative and a time limit is above 0",
             "correct the value",
         )
+    for name in ("turn_half_life", "prefix_half_life"):
+        value = getattr(c.loss, name)
+        if value is not None and not value > 0:
+            refuse(f"opsd.loss.{name}={value}", "a half-life is above 0 tokens", "raise it, or leave it out (null)")
+    t = c.loss.threshold
+    if t is not None:
+        if t.above < 0:
+            refuse(f"opsd.loss.threshold.above={t.above}", "divergences are at least 0", "set it to 0 or more")
+        if (t.taken, t.denominator) == ("current", "kept") and (c.loss.reduction != "token" or c.loss.anchor > 0):
+            refuse(
+                f"opsd.loss.threshold taken=current denominator=kept with reduction={c.loss.reduction} anchor={c.loss.anchor}",
+                "what the current weights keep is known after a step's last micro-batch: its whole gradient is divided by one number",
+                "use threshold.taken=collection or threshold.denominator=all, or reduction=token without an anchor",
+            )
     if not c.loss.turn_kinds:
         refuse("opsd.loss.turn_kinds=[]", "some kind of turn carries the loss", "name policy, malformed or both")
     weights = dataclasses.astuple(c.loss.class_weights)

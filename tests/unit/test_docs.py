@@ -101,10 +101,13 @@ def test_options_of_the_command_line_exist(command: str) -> None:
 
 def known(config: DictConfig, key: str) -> bool:
     """Whether a dotted key is in the composed config; below a null group, in the class of the group."""
-    from verl_opsd.config import GateConfig
+    from verl_opsd.config import GateConfig, ThresholdConfig
 
     parent, _, last = key.rpartition(".")
-    nullable = {"opsd.loss.gate": GateConfig}
+    nullable = {
+        "opsd.loss.gate": GateConfig,
+        "opsd.loss.threshold": ThresholdConfig,
+    }
     if parent in nullable:
         return last in nullable[parent].__dataclass_fields__
     node = OmegaConf.select(config, parent) if parent else config

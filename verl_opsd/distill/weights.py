@@ -10,7 +10,9 @@ The one choice between both is the threshold mask, named by where it is taken an
 
     taken at collection, denominator kept   ``threshold_mask`` among the static weights of ``reduction.coefficients``
     taken at collection, denominator all    ``threshold_mask`` among its numerator weights
-    taken at current weights, all           ``Threshold`` in ``LossSpec.weights``; "kept" does not exist there
+    taken at current weights, all           ``Threshold`` in ``LossSpec.weights``
+    taken at current weights, kept          the same, and the trainer divides the step's gradient once, after its last
+                                            micro-batch, by the sum of the kept coefficients: a token mean only
 
 Shape suffixes: N loss positions of one row, C loss positions of one chunk.
 """
@@ -130,16 +132,25 @@ def position_weight(turn_N: Tensor, half_life: float) -> Tensor:
     return torch.pow(0.5, rank_N / half_life)
 
 
+def prefix_weight(position_N: Tensor, turn_N: Tensor, half_life: float) -> Tensor:
+    """0.5 ** (prefix / half_life), prefix = tokens before the first scored token of the position's turn."""
+    return torch.pow(0.5, _prefix(position_N, turn_N) / half_life)
+
+
 def max_prefix(position_N: Tensor, turn_N: Tensor, limit: int) -> Tensor:
     """1.0 at positions of turns whose prefix is shorter than ``limit`` tokens.
 
     The prefix of a turn is what stands before its first scored token: position + 1 tokens.
     """
-    mask_N = torch.zeros(position_N.shape, dtype=torch.float32)
+    return (_prefix(position_N, turn_N) < limit).to(torch.float32)
+
+
+def _prefix(position_N: Tensor, turn_N: Tensor) -> Tensor:
+    prefix_N = torch.zeros(position_N.shape, dtype=torch.float32)
     for turn in turn_N.unique().tolist():
         at_N = turn_N == turn
-        mask_N[at_N] = float(int(position_N[at_N].min()) + 1 < limit)
-    return mask_N
+        prefix_N[at_N] = float(position_N[at_N].min()) + 1
+    return prefix_N
 
 
 def kept_share(weight_N: Tensor) -> float:

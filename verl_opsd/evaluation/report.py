@@ -111,6 +111,7 @@ def build_report(run: RunDir, opsd: OpsdConfig) -> dict[str, Any]:
         },
         "distillation": telemetry(run.path / "telemetry"),
         "loss_by_round": [s["outputs"]["loss"] for s in trained],
+        "kept_share_by_round": [s["outputs"]["opsd/kept_share"] for s in trained if "opsd/kept_share" in s["outputs"]],
         "tokens_per_loss_token": (
             sum(s["outputs"]["sequence_tokens"] for s in trained) / max(1, sum(s["outputs"]["loss_tokens"] for s in trained))
             if trained
@@ -164,6 +165,8 @@ def print_table(path: Path) -> None:
         table.add_row("KL max/mean", "-" if d["kl_max_over_mean"] is None else f"{d['kl_max_over_mean']:.1f}")
         table.add_row("loss by round", "  ".join(f"{x:.3e}" for x in r["loss_by_round"]))
         table.add_row("loss positions", str(d["loss_positions"]))
+        if r["kept_share_by_round"]:
+            table.add_row("kept by the threshold, by round", "  ".join(f"{x:.1%}" for x in r["kept_share_by_round"]))
         table.add_row("tokens a loss token", f"{r['tokens_per_loss_token']:.1f}")
     table.add_row("seconds by stage", "  ".join(f"{k} {v:.1f}" for k, v in r["seconds"].items()))
     table.add_row("gates", f"{r['gates']['passed']} passed, {len(r['gates']['failed'])} failed")

@@ -21,7 +21,7 @@ from verl_opsd.cooperbench.grading import grade_pair
 from verl_opsd.cooperbench.harness import run_pair
 from verl_opsd.cooperbench.prepare import load_prepared
 from verl_opsd.cooperbench.types import PairRun, PairTask
-from verl_opsd.distill.weights import class_weight, max_prefix
+from verl_opsd.distill.weights import class_weight, max_prefix, position_weight, prefix_weight
 from verl_opsd.errors import InfraFault
 from verl_opsd.paths import cache_dir
 from verl_opsd.privilege.briefs import Brief, make_brief
@@ -146,6 +146,10 @@ def training_row(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokeniz
     row = build_row(trajectory, view, torch.ones_like(anchor), anchor)
     by_code = {TOKEN_CLASSES.index(name): w for name, w in dataclasses.asdict(opsd.loss.class_weights).items()}
     row["opsd_coef"] *= class_weight(row["opsd_class"], by_code)
+    if opsd.loss.turn_half_life is not None:
+        row["opsd_coef"] *= position_weight(row["opsd_turn"], opsd.loss.turn_half_life)
+    if opsd.loss.prefix_half_life is not None:
+        row["opsd_coef"] *= prefix_weight(row["opsd_position"], row["opsd_turn"], opsd.loss.prefix_half_life)
     if opsd.loss.max_prefix is not None:
         row["opsd_coef"] *= max_prefix(row["opsd_position"], row["opsd_turn"], opsd.loss.max_prefix)
     return row

@@ -94,6 +94,7 @@ class OpsdEngine(FSDPEngineWithLMHead):
         self.optimizer_steps = 0
         self.layout_error: float | None = None  # set by measure_layout
         self._prepared: OpsdLoss | None = None
+        self._kept = torch.zeros(())  # sum of kept coefficients of this rank's micro-batches of a step
         self._moved = False  # whether the weights are no longer those that were loaded
         self._initial: list[Tensor] | None = None
         self._initial_head_VH: Tensor | None = None
@@ -398,7 +399,31 @@ class OpsdEngine(FSDPEngineWithLMHead):
         """verl's loop over micro-batches; one row each where rows that share a forward would see each other."""
         if isinstance(loss_function, OpsdLoss) and not self.shares_forwards():
             tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
-        return super().forward_backward_batch(data, loss_function, forward_only)
+        self._kept = torch.zeros((), dtype=torch.float64, device=get_device_id())
+        out = super().forward_backward_batch(data, loss_function, forward_only)
+        if isinstance(loss_function, OpsdLoss) and loss_function.divide_by_kept and not forward_only:
+            self._divide_by_kept(out)
+        return out
+
+    def _divide_by_kept(self, out: dict[str, Any]) -> None:
+        """Makes the step's sum over kept positions their mean: gradients, losses and reported coefficients.
+
+        Raises:
+            OpsdError: the step keeps no position; on every rank.
+        """
+        dist.all_reduce(self._kept, group=self.get_data_parallel_group())
+        kept = float(self._kept)
+        if kept == 0:
+            raise OpsdError(
+                f"no position of optimizer step {self.optimizer_steps} is above the threshold",
+                "a mean over the kept positions needs one",
+                "lower opsd.loss.threshold.above, or divide by all positions (opsd.loss.threshold.denominator=all)",
+            )
+        for p in self.module.parameters():
+            if p.grad is not None:
+                p.grad.div_(kept)
+        out["loss"] = [x / kept for x in out["loss"]]
+        out["metrics"]["opsd/coef"] = [x / kept for x in out["metrics"]["opsd/coef"]]
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> tuple[Tensor, dict]:
         """One micro-batch. With an :class:`OpsdLoss` the rows bring their signal in ``opsd_signal`` (and ``opsd_base``): hidden
@@ -437,6 +462,10 @@ class OpsdEngine(FSDPEngineWithLMHead):
             )
         loss = self.run(batch, task).sum()
         assert task.result is not None
+        if loss_function.divide_by_kept:
+            assert loss_function.kept_above is not None
+            kept_N = flat(batch, "opsd_coef") * (task.result.divergence_N > loss_function.kept_above)
+            self._kept += kept_N.to(torch.float64).sum()
         values = {name: getattr(task.result, f"{name}_N") for name in TOKEN_VALUES}
         metrics = {f"opsd/{k}": v.tolist() for k, v in values.items()}
         metrics |= {f"opsd/{k}": flat(batch, f"opsd_{k}").tolist() for k in ROW_VALUES}

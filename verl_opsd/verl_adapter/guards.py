@@ -90,12 +90,23 @@ def _control(trainer: Any, batch: KVBatchMeta, teacher: str, shift: int, adapter
         "opsd_control_shift": shift,
         "opsd_control_adapters": adapters,
     }
+    return torch.cat(divergences(trainer, batch, teacher, shift, adapters)).numpy()
+
+
+def divergences(trainer: Any, batch: KVBatchMeta, teacher: str, shift: int, adapters: str) -> list[torch.Tensor]:
+    """Divergence at each loss position of each row of ``batch``, in its order, through the training path (``checks.control``);
+    float32[N], nats."""
+    batch.extra_info |= {
+        "opsd_control_teacher": teacher,
+        "opsd_control_shift": shift,
+        "opsd_control_adapters": adapters,
+    }
     out = trainer.actor_rollout_wg.opsd_control(batch)
     if isinstance(out, KVBatchMeta):
-        out = tq.kv_batch_get(keys=out.keys, partition_id=out.partition_id, select_fields=["value_divergence"])
+        out = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["value_divergence"])
     for key in ("teacher", "shift", "adapters"):
         batch.extra_info.pop(f"opsd_control_{key}")
-    return torch.cat(list(out["value_divergence"].unbind())).float().numpy()
+    return [d.float() for d in out["value_divergence"].unbind()]
 
 
 def _sample(trainer: Any, batch: KVBatchMeta) -> KVBatchMeta:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from verl_opsd.distill.loss import LossSpec
+from verl_opsd.distill.weights import Threshold
+from verl_opsd.errors import OpsdError
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class OpsdLoss:
             vocabulary head. ``device``: another model, scored before the update, under the head given to ``set_teacher_head``.
         reference: weights of the self teacher, of the controls and of the anchor. ``adapter_off``: the student's base, with its adapters
             switched off. ``initial``: a frozen copy of the trainable weights as they were when this loss was set.
+        divide_by_kept: the step's loss and gradient are divided, once after its last micro-batch, by the coefficients of the
+            positions that the spec's :class:`Threshold` kept, over all ranks. The rows' coefficients of a step sum to 1 (token mean).
         anchor: whether the divergence from the reference on the student's own ids is part of the loss; its coefficients are
             the rows' ``opsd_anchor``.
     """
@@ -27,4 +31,19 @@ class OpsdLoss:
     chunk: int = 256
     teacher: Literal["self", "device"] = "self"
     reference: Literal["adapter_off", "initial"] = "adapter_off"
+    divide_by_kept: bool = False
     anchor: bool = False
+
+    def __post_init__(self) -> None:
+        if self.divide_by_kept and (self.kept_above is None or self.anchor):
+            raise OpsdError(
+                f"divide_by_kept with weights {self.spec.weights} and anchor={self.anchor}",
+                "one number divides the step's whole gradient: the weight that one Threshold kept, and no anchor has its own",
+                "put a Threshold into spec.weights, or leave divide_by_kept out; take the threshold at collection beside an anchor",
+            )
+
+    @property
+    def kept_above(self) -> float | None:
+        """Nats above which the spec's threshold keeps a position; None without one."""
+        found = [w.above for w in self.spec.weights if isinstance(w, Threshold)]
+        return max(found, default=None)

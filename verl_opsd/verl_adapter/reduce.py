@@ -8,6 +8,7 @@ from torch import Tensor
 
 from verl_opsd.config import LossConfig
 from verl_opsd.distill.reduction import coefficients
+from verl_opsd.distill.weights import threshold_mask
 
 
 def update_groups(keys: Sequence[str], carries: Sequence[bool], per_update: int | None) -> list[list[int]]:
@@ -50,15 +51,59 @@ def with_coefficients(
         OpsdError: no position of a step carries weight.
     """
     out = [dict(r) for r in rows]
+    terms = [("opsd_coef", 1.0)] + ([("opsd_anchor", loss.anchor)] if loss.anchor > 0 else [])
+    for name, scale in terms:
+        for row, coef in zip(out, _reduced(rows, [r[name] for r in rows], keys, groups, loss, scale), strict=True):
+            row[name] = coef
+    return out
+
+
+def with_threshold(
+    rows: list[dict[str, Tensor]], divergences: Sequence[Tensor], keys: Sequence[str], groups: Sequence[int], loss: LossConfig
+) -> tuple[list[Tensor], float]:
+    """Coefficients of a round under a threshold that was taken at collection.
+
+    Args:
+        rows: ``opsd_coef`` holds the final coefficients without the threshold.
+        divergences: float32[N] of each row's loss positions at the weights before the round's first update; nats.
+        keys, groups: as in :func:`with_coefficients`.
+
+    Returns:
+        New coefficients of each row, and the share of the positions that carried weight which are kept.
+
+    Raises:
+        OpsdError: a step keeps no position and the denominator is that of the kept ones.
+    """
+    assert loss.threshold is not None
+    masks = [threshold_mask(d, loss.threshold.above) for d in divergences]
+    masked = [r["opsd_coef"] * m for r, m in zip(rows, masks, strict=True)]
+    before, after = (sum(int((c != 0).sum()) for c in cs) for cs in ([r["opsd_coef"] for r in rows], masked))
+    if loss.threshold.denominator == "kept":
+        # Coefficients of one denominator differ from the static weights by one factor, which the new denominator cancels.
+        masked = _reduced(rows, masked, keys, groups, loss)
+    return masked, after / max(1, before)
+
+
+def _reduced(
+    rows: list[dict[str, Tensor]],
+    weights: Sequence[Tensor],
+    keys: Sequence[str],
+    groups: Sequence[int],
+    loss: LossConfig,
+    scale: float = 1.0,
+) -> list[Tensor]:
+    """Coefficients of every row, each optimizer step for itself."""
+    out = list(weights)
     for g in sorted(set(groups)):
         members = [i for i, x in enumerate(groups) if x == g]
-        turns = [rows[i]["opsd_turn"] for i in members]
-        episodes = [keys[i].rsplit("_", 1)[0] for i in members]
-        branches = [keys[i] for i in members]
-        terms = [("opsd_coef", 1.0)] + ([("opsd_anchor", loss.anchor)] if loss.anchor > 0 else [])
-        for name, scale in terms:
-            weights = [rows[i][name] for i in members]
-            final = coefficients(loss.reduction, turns, branches, episodes, weights, scale=scale)
-            for i, coef in zip(members, final, strict=True):
-                out[i][name] = coef
+        final = coefficients(
+            loss.reduction,
+            [rows[i]["opsd_turn"] for i in members],
+            [keys[i] for i in members],
+            [keys[i].rsplit("_", 1)[0] for i in members],
+            [weights[i] for i in members],
+            scale=scale,
+        )
+        for i, coef in zip(members, final, strict=True):
+            out[i] = coef
     return out

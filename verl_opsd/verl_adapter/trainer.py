@@ -40,6 +40,7 @@ from verl_opsd.verl_adapter import corpus, guards, teacher
 from verl_opsd.verl_adapter.engine import OpsdLoss
 from verl_opsd.verl_adapter.passes import own_passes, rows_of, view_passes
 from verl_opsd.verl_adapter.reduce import update_groups, with_coefficients
+from verl_opsd.verl_adapter.updates import mask_at_collection
 from verl_opsd.verl_adapter.worker import OpsdWorker
 
 #: Per-position values that the engine reports; saved as telemetry, never averaged by verl.
@@ -53,6 +54,8 @@ def loss_of(opsd: OpsdConfig, lora: bool) -> OpsdLoss:
         chunk=opsd.loss.chunk,
         reference="adapter_off" if lora else "initial",
         teacher=opsd.teacher.kind,
+        divide_by_kept=opsd.loss.threshold is not None
+        and (opsd.loss.threshold.taken, opsd.loss.threshold.denominator) == ("current", "kept"),
         anchor=opsd.loss.anchor > 0,
     )
 
@@ -99,6 +102,7 @@ class OpsdTrainer(PPOTrainerSync):
         self._controlled = False
         self.followed: guards.Followed | None = None
         self.last_loss = 0.0
+        self._kept_share = 1.0
         self._collecting = False
         self._evaluation_due = False
         super().__init__(config)
@@ -336,6 +340,10 @@ class OpsdTrainer(PPOTrainerSync):
             if self.opsd.teacher.kind == "device":
                 guards.teacher_control(self, batch)
             self._controlled = True
+        if self.opsd.loss.threshold is not None and self.opsd.loss.threshold.taken == "collection":
+            kind = "device" if self.opsd.teacher.kind == "device" else "view"
+            divergences = guards.divergences(self, batch, kind, 0, "on")
+            self._kept_share = mask_at_collection(batch, divergences, self._group_of, self.opsd.loss)
         output = self.actor_rollout_wg.update_actor(batch)["metrics"]
         self._save_telemetry(output)
         output = rename_dict(output, "actor/")
@@ -366,7 +374,11 @@ class OpsdTrainer(PPOTrainerSync):
         with temporary.open("wb") as f:
             np.savez(f, **values)  # type: ignore[arg-type]
         temporary.replace(path)
-        self._means = {f"opsd/{k}/mean": float(v.mean()) for k, v in values.items() if v.size and np.isfinite(v).all()}
+        threshold = self.opsd.loss.threshold
+        if threshold is not None and threshold.taken == "current":  # gate and clip are never 0
+            self._kept_share = float((values["weight"][values["coef"] != 0] != 0).mean())
+        self._means = {"opsd/kept_share": self._kept_share} if threshold is not None else {}
+        self._means |= {f"opsd/{k}/mean": float(v.mean()) for k, v in values.items() if v.size and np.isfinite(v).all()}
 
     # ---- publish and evaluate -----------------------------------------------------------------------------------------
 

@@ -5,9 +5,26 @@ from __future__ import annotations
 import cpu_platform  # noqa: F401
 import torch
 import torch.distributed as dist
-from ranks import ADAPTER, INITIAL, MODELS, ROWS, WORLD, all_rows, build, compare, copy_into, mine, one_step, set_params
+from ranks import (
+    ADAPTER,
+    INITIAL,
+    MODELS,
+    ROWS,
+    WORLD,
+    all_rows,
+    build,
+    compare,
+    copy_into,
+    gathered,
+    mine,
+    one_step,
+    refusal,
+    set_params,
+)
 from tiny import V, batch, eager, make_row, reference_model
 
+from verl_opsd.distill.loss import LossSpec
+from verl_opsd.distill.weights import Threshold
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter.engine import OpsdEngine
 from verl_opsd.verl_adapter.loss import OpsdLoss
@@ -82,6 +99,28 @@ def case_anchor() -> dict:
         one_step(engine, batch(mine(rows)), ADAPTER)
     except OpsdError as error:
         out["refused"] = str(error)
+    return out
+
+
+def case_kept() -> dict:
+    """Threshold at current weights over the kept positions: one division a step, whatever the micro-batches."""
+    engine = build("untied")
+    student = reference_model(f"{MODELS}/untied", True)
+    copy_into(student, engine)
+    rows = all_rows()
+    every = eager(student, None, rows, True)["divergence"]
+    above = float(every.sort().values[len(every) // 2 - 1 :][:2].mean())  # between two values, not on one
+    want_rows = [dict(r) for r in rows]
+    total = float((torch.cat([r["opsd_coef"] for r in rows]) * (every > above)).sum())
+    for row, kl in zip(want_rows, every.split([len(r["opsd_position"]) for r in rows]), strict=True):
+        row["opsd_coef"] = row["opsd_coef"] * (kl > above) / total
+    want = eager(student, None, want_rows, True)
+    loss = OpsdLoss(spec=LossSpec(weights=(Threshold(above),)), chunk=5, divide_by_kept=True)
+    out = {}
+    for name, settings in (("micro1", dict(micro=1)), ("micro2", dict(micro=2)), ("dynamic", dict(dynamic=True))):
+        out[name] = compare(one_step(engine, batch(mine(rows), **settings), loss), want, ordered=name != "dynamic")
+    nothing = OpsdLoss(spec=LossSpec(weights=(Threshold(1e6),)), chunk=5, divide_by_kept=True)
+    out["nothing"] = gathered(refusal(lambda: one_step(engine, batch(mine(rows)), nothing)))
     return out
 
 

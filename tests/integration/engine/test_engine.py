@@ -19,6 +19,7 @@ BOTH = (
     "parity_device_lora",
     "device_control",
     "anchor",
+    "kept",
     "views",
     "masked",
     "one_against_two",
@@ -132,6 +133,14 @@ def test_one_rank_equals_two(measured: Any) -> None:
     one, two = (measured(w, "one_against_two")["losses"] for w in (1, 2))
     assert one[0] != one[1] != one[2]
     assert one == pytest.approx(two, abs=1e-5)
+
+
+@each_world
+def test_mean_over_kept_positions_is_divided_once_a_step(measured: Any, world: int) -> None:
+    found = measured(world, "kept")
+    for name in ("micro1", "micro2", "dynamic"):
+        assert found[name]["loss"] < 1e-5 and found[name]["grad"] < 1e-4 and found[name]["missing"] == [], name
+    assert len(found["nothing"]) == world and all("no position" in m for m in found["nothing"])
 
 
 @each_world

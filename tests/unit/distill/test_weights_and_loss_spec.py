@@ -27,6 +27,8 @@ def test_static_weights_by_hand() -> None:
     assert weights.segment_mask(POSITION, [(10, 12), (42, 43)]).tolist() == [1, 1, 0, 0, 1, 0]
     assert weights.position_weight(TURN, 1.0).tolist() == [1, 0.5, 0.25, 1, 0.5, 1]
     # Prefixes are 10, 41 and 100 tokens; "shorter than" is strict.
+    want = [0.5] * 3 + [0.5**4.1] * 2 + [0.5**10]
+    assert weights.prefix_weight(POSITION, TURN, 10.0).tolist() == pytest.approx(want)
     assert weights.max_prefix(POSITION, TURN, 41).tolist() == [1, 1, 1, 0, 0, 0]
     assert weights.max_prefix(POSITION, TURN, 42).tolist() == [1, 1, 1, 1, 1, 0]
     assert weights.threshold_mask(torch.tensor([0.01, 0.05, 0.06])).tolist() == [0, 0, 1]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from parity import reference
+
 from verl_opsd.distill import dense
 from verl_opsd.distill.head import HeadTask, install_head
 from verl_opsd.distill.loss import LossSpec
