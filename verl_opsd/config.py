@@ -39,13 +39,23 @@ class TasksConfig:
 
 @dataclass(frozen=True)
 class BriefConfig:
-    """The teacher's privileged context and where it stands in the teacher's view."""
+    """The teacher's privileged context and where it stands in the teacher's view.
+
+    Attributes:
+        name: a registered brief, or several joined by ``+``.
+        files: folder of authored workflows, one a pair; for the brief ``workflow`` and no other.
+        max_view_tokens: tokens of one pass of the teacher; null: the positions that the scoring model has.
+        too_long: what happens to a branch whose view is longer: ``refuse`` stops at launch where one may come, ``leave_out`` gives
+            the branch no row and records it.
+    """
 
     name: str
     placement: Literal["system", "last_user"] = "system"
     user_turn: Literal["block", "message"] = "block"
     allow_answer: bool = False
+    files: str | None = None
     max_view_tokens: int | None = None
+    too_long: Literal["refuse", "leave_out"] = "refuse"
 
 
 @dataclass(frozen=True)
@@ -286,6 +296,12 @@ def _contradictions(c: OpsdConfig) -> None:
             f"opsd.teacher.kind=self with opsd.teacher.devices={c.teacher.devices}",
             "the self teacher is scored on the student's devices; a number of its own would be ignored",
             "leave the key out or use teacher=device",
+        )
+    if ("workflow" in c.brief.name.split("+")) != bool(c.brief.files):
+        refuse(
+            f"opsd.brief.name={c.brief.name} with opsd.brief.files={c.brief.files}",
+            "the brief `workflow`, and no other, is read from files, one a pair",
+            "name the folder of the workflows, or remove the key",
         )
     if c.sandbox.backend == "process" and not c.sandbox.allow_unsafe:
         refuse(

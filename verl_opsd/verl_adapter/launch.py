@@ -21,6 +21,7 @@ from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
 from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
+from verl_opsd.verl_adapter.brief_checks import check_briefs, record_briefs
 from verl_opsd.verl_adapter.keys import check_keys
 from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
 
@@ -164,18 +165,6 @@ def _is_opsd_trainer(mode: str) -> bool:
     from verl_opsd.verl_adapter.trainer import OpsdTrainer
 
     return issubclass(TRAINER_REGISTRY.get(mode, object), OpsdTrainer)
-
-
-def check_briefs(opsd: OpsdConfig, pairs: list[PairTask]) -> None:
-    """Makes every agent's brief once, so that an unknown or forbidden one stops here and not in the first episode.
-
-    Raises:
-        OpsdError: see :func:`verl_opsd.privilege.briefs.make_brief`.
-    """
-    from verl_opsd.verl_adapter.agent_loop import briefs_for
-
-    for pair in pairs:
-        briefs_for(opsd, pair)
 
 
 def check_hardware(config: DictConfig, opsd: OpsdConfig) -> None:
@@ -448,16 +437,19 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     check_chat(opsd, model_path)
     check_teacher(opsd, model_path)
     train, evaluation = load_pairs(opsd)
-    check_briefs(opsd, train + evaluation)
     contract = freeze_contract(opsd, train + evaluation, model_path)
     if opsd.mode == "offline":
-        from verl_opsd.verl_adapter.corpus import check_corpus
+        from verl_opsd.verl_adapter.corpus import check_corpus, corpus_pairs
 
         check_corpus(opsd, contract, evaluation)
+        briefs = check_briefs(opsd, corpus_pairs(opsd), model_path)
+    else:
+        briefs = check_briefs(opsd, train, model_path)
     resume.check(run, contract)
     write_data(run, train, "train", batch=config.data.train_batch_size)
     write_data(run, evaluation, "val")
     write_json(run.path / "contract.json", contract.as_dict())
+    record_briefs(run, opsd, briefs)
     print(
         f"verl-opsd: contract {contract.hash[:12]}, {len(train)} training pairs, {len(evaluation)} evaluation pairs", flush=True
     )
