@@ -233,9 +233,10 @@ class OpsdTrainer(PPOTrainerSync):
                 "read the error of the agent-loop worker in this output (`Error in _run_prompt`)",
             )
 
-    def _finish_stage(self, name: str, **outputs: Any) -> None:
-        started, self._stage_started = self._stage_started, time.time()
-        with self.run_dir.stage(self.global_steps, name, started=started) as out:
+    def _finish_stage(self, name: str, ended: float | None = None, **outputs: Any) -> None:
+        """The next stage starts where this one ended: now, when left out."""
+        started, self._stage_started = self._stage_started, time.time() if ended is None else ended
+        with self.run_dir.stage(self.global_steps, name, started=started, ended=self._stage_started) as out:
             out.update(outputs)
 
     # ---- rows ---------------------------------------------------------------------------------------------------------
@@ -317,8 +318,8 @@ class OpsdTrainer(PPOTrainerSync):
         return scored
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        self._stage_started = time.time()
         if self.opsd.teacher.kind == "device":
-            self._stage_started = time.time()
             batch = self.score(batch, "view")
             metrics["opsd/teacher_restarts"] = self.teacher.restarts
             self._finish_stage("score", restarts=self.teacher.restarts)
@@ -340,11 +341,14 @@ class OpsdTrainer(PPOTrainerSync):
             if self.opsd.teacher.kind == "device":
                 guards.teacher_control(self, batch)
             self._controlled = True
+            self._finish_stage("control")
         if self.opsd.loss.threshold is not None and self.opsd.loss.threshold.taken == "collection":
             kind = "device" if self.opsd.teacher.kind == "device" else "view"
             divergences = guards.divergences(self, batch, kind, 0, "on")
             self._kept_share = mask_at_collection(batch, divergences, self._group_of, self.opsd.loss)
         output = self.actor_rollout_wg.update_actor(batch)["metrics"]
+        if self.opsd.teacher.kind == "self":  # the workers scored the rows first
+            self._finish_stage("score", ended=self._stage_started + self.actor_rollout_wg.opsd_score_seconds()[0])
         self._save_telemetry(output)
         output = rename_dict(output, "actor/")
         output["perf/mfu/actor"] = output.pop("actor/mfu", [0.0])
