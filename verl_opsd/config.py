@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import types
 import typing
 from dataclasses import dataclass, field
@@ -196,7 +197,11 @@ class SandboxConfig:
 
 @dataclass(frozen=True)
 class OpsdConfig:
-    """The whole section."""
+    """The whole section.
+
+    Attributes:
+        threads: threads of each worker process on the host processor; null: Ray's default, one, or OMP_NUM_THREADS.
+    """
 
     recipe: str
     scale: Literal["local", "smollm", "gpu1", "gpu2", "gpu8"]
@@ -210,6 +215,7 @@ class OpsdConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     student: Literal["", "tiny", "smollm"] = ""
     corpus: str | None = None
+    threads: int | None = None
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> OpsdConfig:
@@ -328,9 +334,14 @@ def _contradictions(c: OpsdConfig) -> None:
             "anchor >= 0; epochs, chunk and episodes_per_update >= 1",
             "correct the value",
         )
-    for name, least in (("tasks.max_train", 1), ("tasks.max_eval", 1), ("brief.max_view_tokens", 1), ("loss.max_prefix", 1)):
-        section, _, key = name.partition(".")
-        value = getattr(getattr(c, section), key)
+    for name, least in (
+        ("threads", 1),
+        ("tasks.max_train", 1),
+        ("tasks.max_eval", 1),
+        ("brief.max_view_tokens", 1),
+        ("loss.max_prefix", 1),
+    ):
+        value = operator.attrgetter(name)(c)
         if value is not None and value < least:
             refuse(f"opsd.{name}={value}", f"{name} is at least {least}, or null", "correct the value")
     if min(c.gates.identity_max, c.gates.shifted_min, c.gates.publish_kl_max) < 0 or c.sandbox.grade_timeout_s <= 0:

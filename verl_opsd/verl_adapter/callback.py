@@ -34,6 +34,7 @@ class OpsdCallback(Callback):
         atexit.register(gc.freeze)
         self._reaper: subprocess.Popen[bytes] | None = None
         self._ray_was_up = False
+        self._threads = os.environ.get("OMP_NUM_THREADS")
         self._run: RunDir | None = None
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -70,6 +71,11 @@ class OpsdCallback(Callback):
         import ray
 
         self._ray_was_up = ray.is_initialized()
+        threads = self._threads if opsd.threads is None else str(opsd.threads)
+        if threads is None:
+            os.environ.pop("OMP_NUM_THREADS", None)  # of an earlier job of a multirun
+        else:
+            os.environ["OMP_NUM_THREADS"] = threads  # Ray's processes inherit it
         os.environ["OPSD_TMP"] = tempfile.mkdtemp(prefix="opsd-")
         os.environ["OPSD_DRIVER_PID"] = str(os.getpid())
         self._reaper = reaper.start([os.environ["OPSD_TMP"], os.environ["OPSD_RAY_TMP"]])
