@@ -79,8 +79,10 @@ class LossConfig:
 
     Attributes:
         divergence: reverse_kl, forward_kl, jsd (``beta``), skewed_reverse_kl, skewed_forward_kl (``skew``), or one that was
-            added to ``distill.loss.ANALYTIC``.
+            added to ``distill.loss.ANALYTIC``; from the sampled token alone: policy_gradient (``trust``), k2, k3.
         support: ``full``, or ``student_topk``, ``teacher_topk``, ``union_topk`` with ``top_k`` tokens a side and one tail bucket.
+        trust: of policy_gradient, range of importance ratios outside which a token is masked.
+        max_log_ratio: of policy_gradient and k3, clip of the log-ratio in nats; null stops the run where exp would overflow.
         reduction: token, turn, branch or episode mean over the rows of one optimizer step.
         anchor: weight of the same divergence to the student's own base; 0 turns it off.
         threshold: keep only positions whose detached divergence is above a number of nats (:class:`ThresholdConfig`).
@@ -101,6 +103,8 @@ class LossConfig:
     skew: float | None = None
     support: Literal["full", "student_topk", "teacher_topk", "union_topk"] = "full"
     top_k: int | None = None
+    trust: tuple[float, ...] | None = None
+    max_log_ratio: float | None = None
     reduction: Literal["token", "turn", "branch", "episode"] = "token"
     anchor: float = 0.0
     threshold: ThresholdConfig | None = None
@@ -121,13 +125,19 @@ class LossConfig:
         Raises:
             OpsdError: parameters that are missing, out of range or would be ignored.
         """
-        from verl_opsd.distill.loss import ANALYTIC, LossSpec
+        from verl_opsd.distill.loss import ANALYTIC, SAMPLED_OBJECTIVES, LossSpec
         from verl_opsd.distill.weights import Clip, SurprisalGate, Threshold, Weight
 
-        if self.divergence not in ANALYTIC:
+        if self.divergence == "k1":
+            raise OpsdError(
+                "opsd.loss.divergence=k1",
+                "the gradient of log p - log q at a sampled token is 0 in expectation: the run would learn noise",
+                "use policy_gradient, whose gradient is that of k1's expectation",
+            )
+        if self.divergence not in (*ANALYTIC, *SAMPLED_OBJECTIVES):
             raise OpsdError(
                 f"opsd.loss.divergence={self.divergence!r}",
-                f"opsd.loss.divergence is one of {', '.join(sorted(ANALYTIC))}",
+                f"opsd.loss.divergence is one of {', '.join((*sorted(ANALYTIC), *SAMPLED_OBJECTIVES))}",
                 "choose one of them, or add yours to verl_opsd.distill.loss.ANALYTIC from a module in VERL_USE_EXTERNAL_MODULES",
             )
         weights: list[Weight] = []
@@ -137,7 +147,12 @@ class LossConfig:
             weights.append(SurprisalGate(self.gate.kappa, self.gate.gamma))
         if self.clip is not None:
             weights.append(Clip(self.clip))
-        return LossSpec(self.divergence, self.beta, self.skew, self.support, self.top_k, tuple(weights))
+        if self.trust is not None and len(self.trust) != 2:
+            raise OpsdError(f"opsd.loss.trust={list(self.trust)}", "a range has two ends", "give [lowest, highest] ratio")
+        trust = None if self.trust is None else (self.trust[0], self.trust[1])
+        return LossSpec(
+            self.divergence, self.beta, self.skew, self.support, self.top_k, tuple(weights), trust, self.max_log_ratio
+        )
 
 
 @dataclass(frozen=True)
@@ -355,6 +370,20 @@ def _contradictions(c: OpsdConfig) -> None:
         if value is not None and not value > 0:
             refuse(f"opsd.loss.{name}={value}", "a half-life is above 0 tokens", "raise it, or leave it out (null)")
     t = c.loss.threshold
+    if c.loss.spec().sampled:
+        sampling = (c.contract.temperature, c.contract.top_p, c.contract.top_k)
+        if sampling != (1.0, 1.0, -1):
+            refuse(
+                f"opsd.loss.divergence={c.loss.divergence} with temperature={sampling[0]} top_p={sampling[1]} top_k={sampling[2]}",
+                "an estimator from sampled tokens is an expectation over the policy's own, whole distribution",
+                "sample at temperature 1 without top_p and top_k, or use a divergence over the vocabulary, which needs neither",
+            )
+        if t is not None:
+            refuse(
+                f"opsd.loss.threshold with divergence={c.loss.divergence}",
+                "one token's estimate may be of either sign: a threshold on it keeps tokens by luck",
+                "use a divergence over the vocabulary",
+            )
     if t is not None:
         if t.above < 0:
             refuse(f"opsd.loss.threshold.above={t.above}", "divergences are at least 0", "set it to 0 or more")

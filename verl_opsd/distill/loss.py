@@ -27,6 +27,8 @@ ANALYTIC: dict[str, Analytic] = {
 }
 #: Estimators from the sampled token alone. ``nll`` is its negative log-likelihood, and takes no teacher.
 SAMPLED = ("k1", "k2", "k3", "policy_gradient", "nll")
+#: Those that train towards a teacher: their gradient is that of a KL divergence in expectation (of k1 it is 0).
+SAMPLED_OBJECTIVES = ("policy_gradient", "k2", "k3")
 
 Support = Literal["full", "student_topk", "teacher_topk", "union_topk", "signal"]
 _TOPK = ("student_topk", "teacher_topk", "union_topk")

@@ -62,6 +62,7 @@ def build_row(trajectory: Trajectory, view: TeacherView, coef_N: Tensor, anchor_
         "opsd_position": torch.from_numpy(position),
         "opsd_coef": coef_N,
         "opsd_anchor": anchor_N,
+        "opsd_behaviour": torch.from_numpy(trajectory.logprobs[position + 1].astype(np.float32)),
         "opsd_class": torch.from_numpy(trajectory.token_class[position + 1].astype(np.int64)),
         "opsd_turn": torch.from_numpy(trajectory.turn_index[position + 1].astype(np.int64)),
         "opsd_view_ids": torch.from_numpy(view.ids.astype(np.int64)),

@@ -20,7 +20,7 @@ from verl.utils.device import get_device_id
 from verl_opsd.distill.head import HeadTask, LossPositionHead
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
-from verl_opsd.tokens.rows import padding_fields
+from verl_opsd.tokens.rows import FLOAT_FIELDS, padding_fields
 from verl_opsd.verl_adapter.engine import OpsdEngine
 from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged
@@ -117,7 +117,7 @@ def _forward_spread(engine: OpsdEngine, loss: OpsdLoss) -> int:
     n = dist.get_rank() + 1
     ids = torch.arange(7) % engine.head.out_features
     row = padding_fields(ids) | {k: torch.tensor([2]) for k in ("opsd_position", "opsd_class", "opsd_turn", "opsd_view_pos")}
-    row |= {k: torch.zeros(1) for k in ("opsd_coef", "opsd_anchor")} | {
+    row |= {k: torch.zeros(1) for k in FLOAT_FIELDS} | {
         "input_ids": ids,
         "position_ids": torch.arange(7),
     }
@@ -147,7 +147,7 @@ def control(
         adapters: student side: ``off``: the reference weights; ``on``: the trained weights.
 
     Returns:
-        One field for each of ``engine.TOKEN_VALUES``, ``value_<name>`` (never a row field: verl writes outputs back into the queue), float32 jagged by row, on the CPU.
+        One field for each of ``step.TOKEN_VALUES``, ``value_<name>`` (never a row field: verl writes outputs back into the queue), float32 jagged by row, on the CPU.
     """
     data = data.clone(recurse=False)
     if teacher == "device":

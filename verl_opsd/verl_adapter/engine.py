@@ -27,27 +27,14 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from verl_opsd.distill.head import HeadResult, HeadTask, LossPositionHead, install_head
+from verl_opsd.distill.head import HeadTask, LossPositionHead, install_head
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter.loss import OpsdLoss
-from verl_opsd.verl_adapter.passes import (
-    Pass,
-    flat,
-    group_passes,
-    jagged,
-    layout_index,
-    own_passes,
-    rows_of,
-    signal_of,
-    view_passes,
-)
+from verl_opsd.verl_adapter.passes import Pass, group_passes, jagged, layout_index, own_passes, rows_of, view_passes
+from verl_opsd.verl_adapter.step import kept_coefficient, loss_task, metrics_of, values_by_row
 
 #: Largest relative difference of a hidden state between a sequence alone and beside another one, by compute dtype.
 LAYOUT_THRESHOLD = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
-#: Values of ``HeadResult`` that a step reports for each loss position, as metrics ``opsd/<name>``.
-TOKEN_VALUES = tuple(name.removesuffix("_N") for name in HeadResult.__dataclass_fields__)
-#: Row fields that a step reports beside them, so that the values can be grouped.
-ROW_VALUES = ("coef", "class", "turn")
 
 
 @contextmanager
@@ -438,39 +425,15 @@ class OpsdEngine(FSDPEngineWithLMHead):
         self.prepare(loss_function)
         batch = micro_batch.to(get_device_id())
         tu.assign_non_tensor(batch, temperature=1.0)
-        ids, positions = batch["input_ids"].unbind(), batch["opsd_position"].unbind()
-        packed = tu.get_non_tensor_data(batch, "use_remove_padding", True)
-        counts = [len(p) for p in positions]
         head_id, teacher_weight_VH = self._head_of(loss_function)
-        task = HeadTask(
-            kind="loss",
-            index_N=layout_index([len(x) for x in ids], positions, packed),
-            labels_N=torch.cat([x[p + 1] for x, p in zip(ids, positions, strict=True)]),
-            teacher=signal_of(batch, "opsd_signal", counts, head_id),
-            teacher_weight_VH=teacher_weight_VH,
-            coef_N=flat(batch, "opsd_coef") * self.get_data_parallel_size(),
-            anchor=signal_of(batch, "opsd_base", counts, "student") if loss_function.anchor else None,
-            anchor_coef_N=flat(batch, "opsd_anchor") * self.get_data_parallel_size() if loss_function.anchor else None,
-            loss=loss_function.spec,
-            chunk=loss_function.chunk,
-        )
-        if not loss_function.anchor and bool((flat(batch, "opsd_anchor") != 0).any()):
-            raise OpsdError(
-                f"rows with anchor coefficients under a loss without an anchor: {flat(batch, 'opsd_anchor').unique().tolist()[:5]}",
-                "a coefficient that is not used would vanish silently",
-                "set anchor=True in OpsdLoss, or build the rows with opsd_anchor = 0",
-            )
+        task = loss_task(batch, loss_function, head_id, teacher_weight_VH, self.get_data_parallel_size())
         loss = self.run(batch, task).sum()
         assert task.result is not None
         if loss_function.divide_by_kept:
             assert loss_function.kept_above is not None
-            kept_N = flat(batch, "opsd_coef") * (task.result.divergence_N > loss_function.kept_above)
-            self._kept += kept_N.to(torch.float64).sum()
-        values = {name: getattr(task.result, f"{name}_N") for name in TOKEN_VALUES}
-        metrics = {f"opsd/{k}": v.tolist() for k, v in values.items()}
-        metrics |= {f"opsd/{k}": flat(batch, f"opsd_{k}").tolist() for k in ROW_VALUES}
-        metrics["opsd/step"] = [self.optimizer_steps] * sum(counts)
-        output = {"value_" + k: jagged(v.split(counts)) for k, v in values.items()} if forward_only else {}
+            self._kept += kept_coefficient(batch, task.result, loss_function.kept_above)
+        metrics = metrics_of(batch, task.result, self.optimizer_steps)
+        output = values_by_row(batch, task.result) if forward_only else {}
         return loss, {"model_output": output, "loss": loss.detach().item(), "metrics": metrics}
 
     def optimizer_step(self) -> float:

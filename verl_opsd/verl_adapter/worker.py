@@ -56,8 +56,8 @@ class OpsdTrainingWorker(TrainingWorker):
         ranks must bring it or none.
 
         Returns:
-            verl's metrics, and for each loss position, in one order, flat lists ``opsd/<value>`` (``engine.TOKEN_VALUES``,
-            ``engine.ROW_VALUES``) and ``opsd/step``, the optimizer step that used it.
+            verl's metrics, and for each loss position, in one order, flat lists ``opsd/<value>`` (``step.TOKEN_VALUES``,
+            ``step.ROW_VALUES``) and ``opsd/step``, the optimizer step that used it.
 
         Raises:
             OpsdError: ranks disagree about who scores, or a row breaks its contract.
@@ -174,7 +174,7 @@ class OpsdWorker(ActorRolloutRefWorker):
                 moved, 0 or a negative control; ``opsd_control_adapters``: ``off`` or ``on``, the student's side.
 
         Returns:
-            float32 jagged fields ``value_divergence`` (nats), ``value_agree``, ... (``engine.TOKEN_VALUES``), one entry for each
+            float32 jagged fields ``value_divergence`` (nats), ``value_agree``, ... (``step.TOKEN_VALUES``), one entry for each
             loss position of each row, rows in the order of ``data``.
         """
         return self.actor.control(data)

@@ -21,7 +21,7 @@ from ranks import (
     refusal,
     set_params,
 )
-from tiny import V, batch, eager, make_row, reference_model
+from tiny import V, batch, eager, eager_sampled, make_row, reference_model
 
 from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.weights import Threshold
@@ -99,6 +99,24 @@ def case_anchor() -> dict:
         one_step(engine, batch(mine(rows)), ADAPTER)
     except OpsdError as error:
         out["refused"] = str(error)
+    return out
+
+
+def case_sampled() -> dict:
+    """Estimators from the sampled token alone, against their formulas."""
+    engine = build("untied")
+    student = reference_model(f"{MODELS}/untied", True)
+    copy_into(student, engine)
+    rows, trust, out = all_rows(), (0.2, 5.0), {}
+    for name in ("k1", "k2", "k3", "policy_gradient"):
+        want = eager_sampled(student, rows, name, trust)
+        spec = LossSpec(divergence=name, trust=trust if name == "policy_gradient" else None)
+        found = one_step(engine, batch(mine(rows)), OpsdLoss(spec=spec, chunk=5))
+        used = torch.cat([r["opsd_coef"] for r in rows]) != 0  # NaN elsewhere: a masked token can't make an estimator refuse
+        got = torch.tensor(found["divergence"])
+        out[f"{name}_unknown"] = float(got[~used].isnan().float().mean())
+        found["divergence"], want["divergence"] = got[used].tolist(), want["divergence"][used]
+        out[name] = compare(found, want) | {"masked": float((want["divergence"] == 0).float().mean())}
     return out
 
 

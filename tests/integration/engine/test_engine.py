@@ -20,6 +20,7 @@ BOTH = (
     "device_control",
     "anchor",
     "kept",
+    "sampled",
     "views",
     "masked",
     "one_against_two",
@@ -133,6 +134,17 @@ def test_one_rank_equals_two(measured: Any) -> None:
     one, two = (measured(w, "one_against_two")["losses"] for w in (1, 2))
     assert one[0] != one[1] != one[2]
     assert one == pytest.approx(two, abs=1e-5)
+
+
+@each_world
+def test_sampled_estimators_are_their_formulas(measured: Any, world: int) -> None:
+    found = measured(world, "sampled")
+    for name in ("k1", "k2", "k3", "policy_gradient"):
+        assert found[name]["grad"] < 1e-4 and found[name]["missing"] == [], name
+        scale = max(1.0, abs(found[name]["loss_value"]))
+        assert found[name]["loss"] < 1e-5 * scale and found[name]["divergence"] < 1e-4, name
+        assert found[f"{name}_unknown"] == 1, name
+    assert 0.1 < found["policy_gradient"]["masked"] < 0.9  # some tokens are trusted, some not
 
 
 @each_world

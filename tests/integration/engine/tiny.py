@@ -101,6 +101,7 @@ def make_row(seed: int, loss_tokens: bool = True, per_turn: bool = False, brief:
         "opsd_position": pos,
         "opsd_coef": weights if coef is None else torch.full((n,), coef),
         "opsd_anchor": torch.zeros(n),
+        "opsd_behaviour": -4.0 - 4 * torch.rand(n, generator=torch.Generator().manual_seed(seed)),
         "opsd_class": torch.zeros(n, dtype=torch.int64),
         "opsd_turn": turns,
         "opsd_view_ids": torch.cat(passes),
@@ -172,3 +173,29 @@ def eager(student: Any, teacher: Any, rows: list[dict], lora: bool) -> dict:
     loss.backward()
     grads = {k: p.grad.clone() for k, p in student.named_parameters() if p.grad is not None}
     return {"loss": float(loss), "divergence": torch.cat(divergences), "grads": grads}
+
+
+def eager_sampled(student: Any, rows: list[dict], name: str, trust: tuple[float, float] = (0.0, 1e30)) -> dict:
+    """A sampled-token estimator by its formula, from full logits; the teacher is ``student`` with its adapters disabled."""
+    student.zero_grad()
+    loss, values = torch.zeros(()), []
+    for row in rows:
+        token = row["input_ids"][row["opsd_position"] + 1][:, None]
+        own = student(input_ids=row["input_ids"][None]).logits[0]
+        with torch.no_grad(), student.disable_adapter():
+            other = [student(input_ids=p[None]).logits[0] for p in row["opsd_view_ids"].split(row["opsd_view_len"].tolist())]
+        logp = own[row["opsd_position"]].log_softmax(-1).gather(-1, token)[:, 0]
+        logq = torch.cat(other)[row["opsd_view_pos"]].log_softmax(-1).gather(-1, token)[:, 0]
+        ratio = (logp - row["opsd_behaviour"]).exp()
+        inside = ((ratio >= trust[0]) & (ratio <= trust[1])).detach()
+        value = {
+            "k1": logp - logq,
+            "k2": (logp - logq) ** 2 / 2,
+            "k3": (logq - logp).exp() - 1 - (logq - logp),
+            "policy_gradient": torch.where(inside, -ratio * (logq - logp).detach(), 0.0),
+        }[name]
+        loss = loss + (row["opsd_coef"] * value).sum()
+        values.append(value.detach())
+    loss.backward()
+    grads = {k: p.grad.clone() for k, p in student.named_parameters() if p.grad is not None}
+    return {"loss": float(loss), "divergence": torch.cat(values), "grads": grads}

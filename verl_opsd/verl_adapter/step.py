@@ -1,0 +1,79 @@
+"""One micro-batch of a distillation step: from verl's rows to the head's task, and from its result to verl's record.
+
+Suffixes: N loss positions of the micro-batch, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+
+from verl_opsd.distill.head import HeadResult, HeadTask
+from verl_opsd.errors import OpsdError
+from verl_opsd.verl_adapter.loss import OpsdLoss
+from verl_opsd.verl_adapter.passes import flat, jagged, layout_index, signal_of
+
+#: Values of ``HeadResult`` that a step reports for each loss position, as metrics ``opsd/<name>``.
+TOKEN_VALUES = tuple(name.removesuffix("_N") for name in HeadResult.__dataclass_fields__)
+#: Row fields that a step reports beside them, so that the values can be grouped.
+ROW_VALUES = ("coef", "class", "turn")
+
+
+def loss_task(batch: TensorDict, loss: OpsdLoss, head_id: str, teacher_weight_VH: Tensor | None, ranks: int) -> HeadTask:
+    """The head's task for a micro-batch.
+
+    Args:
+        batch: rows (``tokens.rows``) with ``opsd_signal`` (and ``opsd_base``), on the device.
+        head_id, teacher_weight_VH: vocabulary head under which ``opsd_signal`` is read; None: the student's own.
+        ranks: data-parallel ranks; FSDP averages over them, so coefficients are multiplied by their number.
+
+    Raises:
+        OpsdError: a signal is missing or of another length, or coefficients would not be used.
+    """
+    ids, positions = batch["input_ids"].unbind(), batch["opsd_position"].unbind()
+    counts = [len(p) for p in positions]
+    anchor_N = flat(batch, "opsd_anchor")
+    if not loss.anchor and bool((anchor_N != 0).any()):
+        raise OpsdError(
+            f"rows with anchor coefficients under a loss without an anchor: {anchor_N.unique().tolist()[:5]}",
+            "a coefficient that is not used would vanish silently",
+            "set anchor=True in OpsdLoss, or build the rows with opsd_anchor = 0",
+        )
+    packed = tu.get_non_tensor_data(batch, "use_remove_padding", True)
+    return HeadTask(
+        kind="loss",
+        index_N=layout_index([len(x) for x in ids], positions, packed),
+        labels_N=torch.cat([x[p + 1] for x, p in zip(ids, positions, strict=True)]),
+        teacher=signal_of(batch, "opsd_signal", counts, head_id),
+        teacher_weight_VH=teacher_weight_VH,
+        coef_N=flat(batch, "opsd_coef") * ranks,
+        anchor=signal_of(batch, "opsd_base", counts, "student") if loss.anchor else None,
+        anchor_coef_N=anchor_N * ranks if loss.anchor else None,
+        loss=loss.spec,
+        chunk=loss.chunk,
+        behaviour_logprob_N=flat(batch, "opsd_behaviour") if loss.spec.divergence == "policy_gradient" else None,
+    )
+
+
+def kept_coefficient(batch: TensorDict, result: HeadResult, above: float) -> Tensor:
+    """Sum of the coefficients of the positions whose divergence is above ``above`` nats; float64, 0-d."""
+    return (flat(batch, "opsd_coef") * (result.divergence_N > above)).to(torch.float64).sum()
+
+
+def metrics_of(batch: TensorDict, result: HeadResult, step: int) -> dict[str, list[float]]:
+    """A flat list for each of ``TOKEN_VALUES`` and ``ROW_VALUES``, and ``opsd/step``, the optimizer step."""
+    metrics = {f"opsd/{k}": getattr(result, f"{k}_N").tolist() for k in TOKEN_VALUES}
+    metrics |= {f"opsd/{k}": flat(batch, f"opsd_{k}").tolist() for k in ROW_VALUES}
+    metrics["opsd/step"] = [step] * len(metrics["opsd/coef"])
+    return metrics
+
+
+def values_by_row(batch: TensorDict, result: HeadResult) -> dict[str, Tensor]:
+    """Fields ``value_<name>`` for each of ``TOKEN_VALUES``, jagged by row."""
+    counts: Sequence[Any] = [len(p) for p in batch["opsd_position"].unbind()]
+    return {f"value_{k}": jagged(getattr(result, f"{k}_N").split(counts)) for k in TOKEN_VALUES}
