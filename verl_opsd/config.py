@@ -64,13 +64,15 @@ class TeacherConfig:
     """Who re-scores the student's tokens.
 
     ``self``: the student's own base (LoRA adapter off, or the initial weights in full-parameter training).
-    ``device``: another model at ``path`` in its own workers (``devices`` of them, each holding the whole model).
+    ``device``: another model at ``path`` in its own workers (``devices`` of them, each holding the whole model). ``cache``: keep its
+    signal on disk, shared by epochs and runs.
     """
 
     kind: Literal["self", "device"] = "self"
     path: str | None = None
     devices: int = 1
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -306,11 +308,11 @@ def _contradictions(c: OpsdConfig) -> None:
         refuse("opsd.teacher.kind=device without opsd.teacher.path", "a device teacher is another model", "name its path")
     if c.teacher.devices < 1:
         refuse(f"opsd.teacher.devices={c.teacher.devices}", "each teacher worker has one device", "use 1 or more")
-    if c.teacher.kind == "self" and c.teacher.path:
+    if c.teacher.kind == "self" and (c.teacher.path or c.teacher.cache):
         refuse(
-            f"opsd.teacher.kind=self with opsd.teacher.path={c.teacher.path}",
-            "the self teacher is the student's own base; a path would be ignored",
-            "remove the path or use teacher=device",
+            f"opsd.teacher.kind=self with opsd.teacher.path={c.teacher.path} cache={c.teacher.cache}",
+            "the self teacher is the student's own base, scored on the student's ranks; a path or a cache would be ignored",
+            "remove path and cache, or use teacher=device",
         )
     if c.teacher.kind == "self" and c.teacher.devices != 1:
         refuse(

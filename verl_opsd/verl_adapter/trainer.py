@@ -34,11 +34,12 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.report import write_report
 from verl_opsd.rundir import RunDir
 from verl_opsd.teachers.base import Pass
+from verl_opsd.teachers.cache import SignalCache
 from verl_opsd.tokens.rows import FIELDS, padding_fields
 from verl_opsd.tokens.store import EpisodeStore
 from verl_opsd.verl_adapter import corpus, guards, teacher
 from verl_opsd.verl_adapter.engine import OpsdLoss
-from verl_opsd.verl_adapter.passes import own_passes, rows_of, view_passes
+from verl_opsd.verl_adapter.passes import jagged, own_passes, rows_of, view_passes
 from verl_opsd.verl_adapter.reduce import update_groups, with_coefficients
 from verl_opsd.verl_adapter.updates import mask_at_collection
 from verl_opsd.verl_adapter.worker import OpsdWorker
@@ -75,11 +76,6 @@ def faults_of_round(step: int, outcomes: dict[str, int], run: RunDir) -> OpsdErr
     )
 
 
-def nested(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Ragged rows as one jagged tensor."""
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
 @register_trainer("opsd")
 class OpsdTrainer(PPOTrainerSync):
     """See the module's docstring.
@@ -100,6 +96,7 @@ class OpsdTrainer(PPOTrainerSync):
         self._groups = 1
         self._stage_started = 0.0
         self._controlled = False
+        self.signals: SignalCache | None = None
         self.followed: guards.Followed | None = None
         self.last_loss = 0.0
         self._kept_share = 1.0
@@ -132,6 +129,7 @@ class OpsdTrainer(PPOTrainerSync):
         if self.opsd.teacher.kind == "device":
             self.teacher = teacher.teacher_pool(self.opsd.teacher, self.resource_pool_manager.resource_pool_dict[teacher.POOL])
             guards.teacher_checks(self)
+            self.signals = teacher.signal_cache(self.opsd, self.teacher, self.tokenizer)
             self.actor_rollout_wg.opsd_set_teacher_head(self.teacher.name, self.teacher.head_weight())
         self.actor_rollout_wg.set_loss_fn(self.make_loss())
         guards.startup_checks(self)
@@ -287,8 +285,8 @@ class OpsdTrainer(PPOTrainerSync):
             ids = columns["input_ids"][i]
             rows.append(padding_fields(ids) if tag.get("is_padding", False) else {k: columns[k][i] for k in FIELDS})
         rows = with_coefficients(rows, batch.keys, self._group_of, self.opsd.loss)
-        fields = {k: nested([r[k] for r in rows]) for k in FIELDS}
-        zeros = nested([torch.zeros(m.numel()) for m in columns["response_mask"]])
+        fields = {k: jagged([r[k] for r in rows]) for k in FIELDS}
+        zeros = jagged([torch.zeros(m.numel()) for m in columns["response_mask"]])
         fields["advantages"], fields["returns"] = zeros, zeros.clone()
         tokens = sum(r["opsd_view_ids"].numel() + ids.numel() for r, ids in zip(rows, columns["input_ids"], strict=True))
         loss_tokens = sum(int((r["opsd_coef"] != 0).sum()) for r in rows)
@@ -305,14 +303,16 @@ class OpsdTrainer(PPOTrainerSync):
         """Puts the device teacher's hidden states at every loss position into the rows, as ``opsd_signal`` [N_r, H].
 
         Args:
-            source: ``view``: the teacher's view; ``own``: the student's own ids.
+            source: ``view``: the teacher's view, through the cache; ``own``: the student's own ids, always scored.
         """
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids", *FIELDS])
         rows = rows_of(data)
         by_row: list[list[Pass]] = [[] for _ in rows]
         for p in view_passes(rows) if source == "view" else own_passes(rows):
             by_row[p.row].append(p)
-        fields = TensorDict({"opsd_signal": nested(self.teacher.score(by_row))}, batch_size=len(batch))
+        cache = self.signals if source == "view" else None
+        hidden = self.teacher.score(by_row) if cache is None else cache.score(by_row, self.teacher.score)
+        fields = TensorDict({"opsd_signal": jagged(hidden)}, batch_size=len(batch))
         scored: KVBatchMeta = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
         scored.extra_info = batch.extra_info
         return scored
@@ -322,7 +322,7 @@ class OpsdTrainer(PPOTrainerSync):
         if self.opsd.teacher.kind == "device":
             batch = self.score(batch, "view")
             metrics["opsd/teacher_restarts"] = self.teacher.restarts
-            self._finish_stage("score", restarts=self.teacher.restarts)
+            self._finish_stage("score", restarts=self.teacher.restarts, **(self.signals.report() if self.signals else {}))
         actor = self.config.actor_rollout_ref.actor
         size = len(batch) // self._groups
         batch.extra_info.update(
