@@ -45,6 +45,23 @@ def require_plugin() -> None:
         )
 
 
+def check_trl() -> None:
+    """Where TRL is installed, verl takes a class from it when a worker builds its model.
+
+    Raises:
+        OpsdError: the installed TRL does not have that class any more.
+    """
+    found = importlib.util.find_spec("trl")
+    for folder in map(Path, (found.submodule_search_locations or ()) if found else ()):
+        name = "AutoModelForCausalLMWithValueHead"
+        if not (folder / "experimental" / "ppo").is_dir() and name not in (folder / "__init__.py").read_text():
+            raise OpsdError(
+                f"TRL {importlib.metadata.version('trl')} in {folder} has no {name}",
+                "verl imports it when TRL is installed, and every worker would end with an ImportError",
+                "`pip uninstall trl` (verl does not need it), or install a release that has it",
+            )
+
+
 def parse(config: DictConfig) -> OpsdConfig:
     """The `opsd` section, validated; verl's own keys that contradict it are refused.
 
@@ -430,6 +447,7 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     opsd = parse(config)
     print(f"verl-opsd: recipe={opsd.recipe} scale={opsd.scale} run directory {run.path}", flush=True)
     check_hardware(config, opsd)
+    check_trl()
     check_rollout(config.actor_rollout_ref.rollout.name)
     require_sandbox(opsd.sandbox.backend, allow_unsafe=opsd.sandbox.allow_unsafe)
     model_path = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
