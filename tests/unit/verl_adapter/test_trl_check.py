@@ -40,5 +40,5 @@ def test_usable(trl, files):
 
 def test_without_the_class(trl):
     trl({"trl/__init__.py": "raise SystemExit('imported')", "trl/experimental/gkd/__init__.py": ""})
-    with pytest.raises(OpsdError, match="TRL 9.8.7 .* has no AutoModelForCausalLMWithValueHead"):
+    with pytest.raises(OpsdError, match=r"TRL 9\.8\.7 .* has no AutoModelForCausalLMWithValueHead"):
         check_trl()
