@@ -6,17 +6,15 @@
 verl imports the module in every process of the run, while verl itself is being imported: keep its top level light.
 """
 
-from collections.abc import Mapping
-
-from verl_opsd.privilege import Brief, Section, compose, register_brief
+from verl_opsd.privilege import Brief, Case, Section, compose, register_brief
 
 RULES = """# House rules
 
 Name the files that you are about to change in one message to your peer before the first edit."""
 
 
-def house_rules(agent_id: str, peers: Mapping[str, str]) -> Brief:
-    """Guidance, the same for both agents. A maker gets the agent's id and its peers' task texts."""
+def house_rules(case: Case) -> Brief:
+    """Guidance, the same for both agents. ``case`` holds the agent's id, its peers' task texts and facts about the task."""
     return compose(Section("house_rules", "guidance", RULES), name="house_rules")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import types
 import typing
 from dataclasses import dataclass, field
@@ -39,13 +40,23 @@ class TasksConfig:
 
 @dataclass(frozen=True)
 class BriefConfig:
-    """The teacher's privileged context and where it stands in the teacher's view."""
+    """The teacher's privileged context and where it stands in the teacher's view.
+
+    Attributes:
+        name: a registered brief, or several joined by ``+``.
+        files: folder of authored workflows, one a pair; for the brief ``workflow`` and no other.
+        max_view_tokens: tokens of one pass of the teacher; null: the positions that the scoring model has.
+        too_long: what happens to a branch whose view is longer: ``refuse`` stops at launch where one may come, ``leave_out`` gives
+            the branch no row and records it.
+    """
 
     name: str
     placement: Literal["system", "last_user"] = "system"
     user_turn: Literal["block", "message"] = "block"
     allow_answer: bool = False
+    files: str | None = None
     max_view_tokens: int | None = None
+    too_long: Literal["refuse", "leave_out"] = "refuse"
 
 
 @dataclass(frozen=True)
@@ -53,13 +64,15 @@ class TeacherConfig:
     """Who re-scores the student's tokens.
 
     ``self``: the student's own base (LoRA adapter off, or the initial weights in full-parameter training).
-    ``device``: another model at ``path`` in its own workers (``devices`` of them, each holding the whole model).
+    ``device``: another model at ``path`` in its own workers (``devices`` of them, each holding the whole model). ``cache``: keep its
+    signal on disk, shared by epochs and runs.
     """
 
     kind: Literal["self", "device"] = "self"
     path: str | None = None
     devices: int = 1
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +94,7 @@ class LossConfig:
         threshold: keep only positions whose detached divergence is above a number of nats (:class:`ThresholdConfig`).
         gate: surprisal gate sigmoid(kappa * (log pS - gamma)); enters no denominator.
         clip: largest absolute weight of a position's pull; see ``distill.weights.Clip``.
-        class_weights: weight of each token class; enters the denominator. Null weighs all classes 1.
+        class_weights: weight of each token class; enters the denominator.
         turn_half_life: tokens of a turn over which the weight of its positions halves; enters the denominator.
         prefix_half_life: tokens of prefix before a turn over which its weight halves; enters the denominator.
         max_prefix: only turns whose prefix is shorter than this many tokens carry loss.
@@ -105,7 +118,7 @@ class LossConfig:
     threshold: ThresholdConfig | None = None
     gate: GateConfig | None = None
     clip: float | None = None
-    class_weights: ClassWeights | None = None
+    class_weights: ClassWeights = field(default_factory=lambda: ClassWeights())
     turn_half_life: float | None = None
     prefix_half_life: float | None = None
     max_prefix: int | None = None
@@ -207,7 +220,11 @@ class SandboxConfig:
 
 @dataclass(frozen=True)
 class OpsdConfig:
-    """The whole section."""
+    """The whole section.
+
+    Attributes:
+        threads: threads of each worker process on the host processor; null: Ray's default, one, or OMP_NUM_THREADS.
+    """
 
     recipe: str
     scale: Literal["local", "smollm", "gpu1", "gpu2", "gpu8"]
@@ -221,6 +238,7 @@ class OpsdConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     student: Literal["", "tiny", "smollm"] = ""
     corpus: str | None = None
+    threads: int | None = None
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> OpsdConfig:
@@ -296,11 +314,23 @@ def _contradictions(c: OpsdConfig) -> None:
         refuse("opsd.teacher.kind=device without opsd.teacher.path", "a device teacher is another model", "name its path")
     if c.teacher.devices < 1:
         refuse(f"opsd.teacher.devices={c.teacher.devices}", "each teacher worker has one device", "use 1 or more")
-    if c.teacher.kind == "self" and c.teacher.path:
+    if c.teacher.kind == "self" and (c.teacher.path or c.teacher.cache):
         refuse(
-            f"opsd.teacher.kind=self with opsd.teacher.path={c.teacher.path}",
-            "the self teacher is the student's own base; a path would be ignored",
-            "remove the path or use teacher=device",
+            f"opsd.teacher.kind=self with opsd.teacher.path={c.teacher.path} cache={c.teacher.cache}",
+            "the self teacher is the student's own base, scored on the student's ranks; a path or a cache would be ignored",
+            "remove path and cache, or use teacher=device",
+        )
+    if c.teacher.kind == "self" and c.teacher.devices != 1:
+        refuse(
+            f"opsd.teacher.kind=self with opsd.teacher.devices={c.teacher.devices}",
+            "the self teacher is scored on the student's devices; a number of its own would be ignored",
+            "leave the key out or use teacher=device",
+        )
+    if ("workflow" in c.brief.name.split("+")) != bool(c.brief.files):
+        refuse(
+            f"opsd.brief.name={c.brief.name} with opsd.brief.files={c.brief.files}",
+            "the brief `workflow`, and no other, is read from files, one a pair",
+            "name the folder of the workflows, or remove the key",
         )
     if c.sandbox.backend == "process" and not c.sandbox.allow_unsafe:
         refuse(
@@ -327,9 +357,14 @@ def _contradictions(c: OpsdConfig) -> None:
             "anchor >= 0; epochs, chunk and episodes_per_update >= 1",
             "correct the value",
         )
-    for name, least in (("tasks.max_train", 1), ("tasks.max_eval", 1), ("brief.max_view_tokens", 1), ("loss.max_prefix", 1)):
-        section, _, key = name.partition(".")
-        value = getattr(getattr(c, section), key)
+    for name, least in (
+        ("threads", 1),
+        ("tasks.max_train", 1),
+        ("tasks.max_eval", 1),
+        ("brief.max_view_tokens", 1),
+        ("loss.max_prefix", 1),
+    ):
+        value = operator.attrgetter(name)(c)
         if value is not None and value < least:
             refuse(f"opsd.{name}={value}", f"{name} is at least {least}, or null", "correct the value")
     if min(c.gates.identity_max, c.gates.shifted_min, c.gates.publish_kl_max) < 0 or c.sandbox.grade_timeout_s <= 0:
@@ -374,10 +409,9 @@ def _contradictions(c: OpsdConfig) -> None:
             )
     if not c.loss.turn_kinds:
         refuse("opsd.loss.turn_kinds=[]", "some kind of turn carries the loss", "name policy, malformed or both")
-    if c.loss.class_weights is not None:
-        weights = dataclasses.astuple(c.loss.class_weights)
-        if min(weights) < 0 or max(weights) == 0:
-            refuse(f"opsd.loss.class_weights={c.loss.class_weights}", "weights >= 0, one of them above 0", "correct them")
+    weights = dataclasses.astuple(c.loss.class_weights)
+    if min(weights) < 0 or max(weights) == 0:
+        refuse(f"opsd.loss.class_weights={c.loss.class_weights}", "weights >= 0, one of them above 0", "correct them")
     found = (c.contract.harness, c.contract.templates_hash, c.contract.dataset_hash)
     if c.contract.grader != "merged-tree" or any(found) or c.contract.schema != SCHEMA:
         refuse(

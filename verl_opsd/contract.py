@@ -63,7 +63,15 @@ class EvalContract:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        positive = ("step_limit", "command_timeout_s", "wall_limit_s", "max_tokens", "context_length", "concurrency")
+        positive = (
+            "step_limit",
+            "command_timeout_s",
+            "wall_limit_s",
+            "max_tokens",
+            "context_length",
+            "compaction_trigger",
+            "concurrency",
+        )
         for name in positive:
             if not getattr(self, name) > 0:
                 raise OpsdError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import os
 import sys
 import traceback
 import uuid
@@ -27,8 +28,8 @@ def register_resolvers() -> None:
 
     ``opsd_scale``: name of the scale that fits the hardware. ``opsd_student``: folder of an embedded student. ``opsd_slots``: device
     slots of a run without accelerators, student ranks plus teacher workers. ``opsd_student_devices``: devices of a scale that teacher
-    workers leave to the student. ``opsd_ray_tmp``: a new short directory for Ray's
-    session, removed after the run.
+    workers leave to the student. ``opsd_threads``: threads of a process when so many share this host's
+    cores. ``opsd_ray_tmp``: a new short directory for Ray's session, removed after the run.
     """
     from omegaconf import OmegaConf
 
@@ -39,6 +40,9 @@ def register_resolvers() -> None:
     )
     OmegaConf.register_new_resolver(
         "opsd_student_devices", lambda n, kind, teacher: n - (teacher if kind == "device" else 0), replace=True
+    )
+    OmegaConf.register_new_resolver(
+        "opsd_threads", lambda processes: max(1, len(os.sched_getaffinity(0)) // processes), replace=True
     )
     OmegaConf.register_new_resolver("opsd_ray_tmp", lambda: f"/tmp/opsd-ray-{uuid.uuid4().hex[:8]}", replace=True)
 

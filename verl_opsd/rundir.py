@@ -101,12 +101,17 @@ class RunDir:
 
     @contextmanager
     def stage(
-        self, step: int, name: str, inputs: dict[str, Any] | None = None, started: float | None = None
+        self,
+        step: int,
+        name: str,
+        inputs: dict[str, Any] | None = None,
+        started: float | None = None,
+        ended: float | None = None,
     ) -> Iterator[dict[str, Any]]:
         """Times a stage and writes its manifest when it ends; the body fills ``outputs``. A failed stage leaves none.
 
         Args:
-            started: seconds since the epoch when the stage began; now, when left out.
+            started, ended: seconds since the epoch when the stage began and ended; now, when left out.
         """
         outputs: dict[str, Any] = {}
         started = time.time() if started is None else started
@@ -120,7 +125,7 @@ class RunDir:
                 "inputs": inputs or {},
                 "outputs": outputs,
                 "started": started,
-                "seconds": time.time() - started,
+                "seconds": (time.time() if ended is None else ended) - started,
             },
         )
 

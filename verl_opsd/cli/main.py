@@ -12,13 +12,15 @@ from verl_opsd.errors import OpsdError
 
 def parser() -> argparse.ArgumentParser:
     """The command line; each sub-command sets ``func``, from parsed arguments to the exit code."""
-    from verl_opsd.cli import doctor, tasks
+    from verl_opsd.cli import briefs, doctor, matrix, tasks
 
     p = argparse.ArgumentParser(prog="opsd", description="Tools around on-policy distillation runs of verl.")
     p.add_argument("--version", action="version", version=f"verl-opsd {__version__}")
     subparsers = p.add_subparsers(dest="command", required=True)
     doctor.add_parser(subparsers)
     tasks.add_parser(subparsers)
+    briefs.add_parser(subparsers)
+    matrix.add_parser(subparsers)
     report = subparsers.add_parser("report", help="show the table of a finished run")
     report.add_argument("run", type=Path, help="run directory")
     report.set_defaults(func=_report)
@@ -31,7 +33,14 @@ def _report(args: argparse.Namespace) -> int:
     path = args.run / "report.json"
     if not path.is_file():
         raise OpsdError(f"{path} does not exist", "a report is written when a run has ended", "name the run's directory")
-    print_table(path)
+    try:
+        print_table(path)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OpsdError(
+            f"{path} is not a report of this version ({type(error).__name__}: {error})",
+            "a report is the JSON that a run of the same version has written",
+            "name another run, or run again with the same hydra.run.dir to write it anew",
+        ) from error
     return 0
 
 

@@ -1,43 +1,71 @@
 """Briefs: what the teacher knows and the student does not, declared by kind and composed of sections.
 
 Kinds, weakest first: ``none``; ``scope`` (who the peer is, what it works on); ``guidance`` (how to work); ``answer``
-(tests, patches, solutions), which only an explicit ``allow_answer=True`` admits. A brief is of its strongest
-section's kind.
+(tests, gold patches, per-task workflows), which only an explicit ``allow_answer=True`` admits. A brief is of its strongest
+section's kind. The built-in briefs are in ``library``, their texts in the data files of ``texts/``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.records import BriefKind
 
 KINDS: tuple[BriefKind, ...] = ("none", "scope", "guidance", "answer")
-#: Words in a row that count as a leak.
-LEAK_WORDS = 8
+#: What an answer section holds: hidden tests, a gold patch, or text written with the answer at hand.
+Answer = Literal["tests", "gold", "workflow"]
+Side = Literal["first", "second"]
 
 
 @dataclass(frozen=True)
 class Section:
-    """One part of a brief. ``private``: text that the student must not have seen (an introduction is not private)."""
+    """One part of a brief. ``private``: text that the student must not have seen (an introduction is not private).
+
+    Its ``repr`` shows an answer's length and hash only, so that no log, report or traceback holds the text.
+
+    Raises:
+        OpsdError: an answer that does not say of which sort it is, or the sort of an answer on anything else.
+    """
 
     name: str
     kind: BriefKind
     text: str
     private: bool = True
+    answer: Answer | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind == "answer") != (self.answer is not None):
+            raise OpsdError(
+                f"section {self.name!r} of kind {self.kind!r} with answer={self.answer!r}",
+                "an answer section, and no other, says whether it holds tests, gold or a workflow",
+                'Section(name, "answer", text, answer="tests")',
+            )
+
+    @property
+    def shown(self) -> str:
+        """The text; for an answer a line that stands for it."""
+        if self.kind != "answer":
+            return self.text
+        digest = hashlib.sha256(self.text.encode()).hexdigest()
+        return f"[{self.answer}: {len(self.text)} characters, sha256 {digest[:12]}]"
+
+    def __repr__(self) -> str:
+        return f"Section({self.name!r}, {self.kind!r}, {self.shown!r}, private={self.private}, answer={self.answer!r})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Brief:
     """Privileged context as text.
 
     Raises:
-        OpsdError: the kind is not its strongest section's, or it is ``answer`` and ``allow_answer`` is not set.
+        OpsdError: the kind is not its strongest section's, two sections share a name, or it is ``answer`` and
+            ``allow_answer`` is not set.
     """
 
     name: str
@@ -54,6 +82,13 @@ class Brief:
                 "a brief's kind and text are those of its sections",
                 "build briefs with compose(*sections)",
             )
+        names = [s.name for s in self.sections]
+        if len(set(names)) != len(names):
+            raise OpsdError(
+                f"brief {self.name!r} holds {sorted({n for n in names if names.count(n) > 1})} twice",
+                "each section stands once in a brief",
+                "leave out the part that another part brings (a role brings peer_spec)",
+            )
         if self.kind == "answer" and not self.allow_answer:
             raise OpsdError(
                 f"brief {self.name!r} holds an answer ({[s.name for s in self.sections if s.kind == 'answer']})",
@@ -61,10 +96,18 @@ class Brief:
                 "set allow_answer=True if this run is meant to distil from answers",
             )
 
+    def __repr__(self) -> str:
+        return f"Brief({self.name!r}, {self.kind!r}, {list(self.sections)!r}, allow_answer={self.allow_answer})"
+
+    @property
+    def shown(self) -> str:
+        """The text with its answers left out: what reports may hold."""
+        return "\n\n".join(s.shown for s in self.sections if s.text)
+
     @property
     def hash(self) -> str:
         """SHA-256 (64 hex digits) over name, kind and sections."""
-        parts = [self.name, self.kind, [[s.name, s.kind, s.text, s.private] for s in self.sections]]
+        parts = [self.name, self.kind, [[s.name, s.kind, s.text, s.private, s.answer] for s in self.sections]]
         return hashlib.sha256(json.dumps(parts, separators=(",", ":")).encode()).hexdigest()
 
     def ids(self, tokenizer: Any) -> list[int]:
@@ -86,48 +129,71 @@ def _join(sections: Iterable[Section]) -> str:
     return "\n\n".join(s.text for s in sections if s.text)
 
 
-def none() -> Brief:
-    """The empty brief: the teacher sees what the student sees."""
-    return compose(name="none")
+@dataclass(frozen=True)
+class TaskFacts:
+    """What briefs that belong to one task are made of. Nothing is read before a brief asks for it.
+
+    Attributes:
+        key: of the pair, ``repo/task<ID>/f<A>_f<B>``.
+        material: (agent id, ``tests`` or ``gold``) -> the patch with that agent's hidden tests or its gold solution.
+        files: folder of authored workflow files.
+        student_patch: agent id -> the patch that the agent ended with; None before there is an episode.
+    """
+
+    key: str
+    material: Callable[[str, Literal["tests", "gold"]], str] | None = None
+    files: Path | None = None
+    student_patch: Mapping[str, str] | None = None
 
 
-def peer_spec(agent_id: str, peer_id: str, peer_task: str) -> Brief:
-    """Who the peer is, and the public task text that the peer was given (scope)."""
-    if agent_id == peer_id or not peer_task.strip():
-        raise OpsdError(
-            f"peer {peer_id!r} of {agent_id!r} with a task text of {len(peer_task)} characters",
-            "a peer is another agent and has a task",
-            "pass the other agent's id and the text of its feature",
-        )
-    introduction = (
-        f"# What {peer_id} works on\n\n"
-        f"You are {agent_id}. At the same time {peer_id} implements another feature in the same repository, and both "
-        f"branches are merged afterwards. This is the task that {peer_id} was given:"
-    )
-    return compose(
-        Section(f"introduction:{peer_id}", "scope", introduction, private=False),
-        Section(f"task:{peer_id}", "scope", peer_task.strip()),
-        name="peer_spec",
-    )
+@dataclass(frozen=True)
+class Case:
+    """For whom a brief is made.
+
+    Attributes:
+        agent_id: whose teacher reads it.
+        peers: task text of each other agent by its id.
+        task: facts about the task; None where only a general brief can be made.
+    """
+
+    agent_id: str
+    peers: Mapping[str, str]
+    task: TaskFacts | None = None
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """All agents, sorted by id: an order that every agent knows."""
+        return tuple(sorted({self.agent_id, *self.peers}))
+
+    @property
+    def side(self) -> Side:
+        """``first`` for the lower id of a pair: the student can derive it from the two ids that it holds.
+
+        Raises:
+            OpsdError: not a pair.
+        """
+        if len(self.agents) != 2:
+            raise OpsdError(f"sides of {list(self.agents)}", "sides are those of a pair", "use a brief without sides")
+        return "first" if self.agents[0] == self.agent_id else "second"
+
+    @property
+    def peer(self) -> str:
+        """The other agent of a pair."""
+        return self.agents[1] if self.side == "first" else self.agents[0]
+
+    def facts(self, name: str) -> TaskFacts:
+        """The task's facts, for a brief that needs them.
+
+        Raises:
+            OpsdError: there are none.
+        """
+        if self.task is None:
+            raise OpsdError(f"brief {name} for {self.agent_id} without a task", "it belongs to one task", "pass task=")
+        return self.task
 
 
-PROCESS = """# How to work together
-
-- Message your peer for a purpose: which files and functions you will change, which interface you need, what you
-  decided, what is done. Say it early, before both of you edit the same lines.
-- Commit and push small, working steps. Hand work over by the exact commit SHA and the branch that holds it.
-- Before you rely on your peer's work, fetch it and read its diff. Do not assume what it contains.
-- Resolve overlaps by agreement, and check that your change still works together with your peer's.
-- Report only what you have done and seen. Never invent results, commits, test runs or messages."""
-
-
-def process() -> Brief:
-    """Static directives for working in a pair (guidance)."""
-    return compose(Section("process", "guidance", PROCESS), name="process")
-
-
-#: Makes a brief for one agent: (agent_id, task texts of its peers by agent id) -> Brief.
-BriefMaker = Callable[[str, Mapping[str, str]], Brief]
+#: Makes a brief for one agent.
+BriefMaker = Callable[[Case], Brief]
 _MAKERS: dict[str, BriefMaker] = {}
 
 
@@ -142,15 +208,24 @@ def register_brief(name: str, maker: BriefMaker) -> None:
     _MAKERS[name] = maker
 
 
-def make_brief(name: str, agent_id: str, peers: Mapping[str, str], *, allow_answer: bool = False) -> Brief:
+def brief_names() -> list[str]:
+    """Registered names, sorted."""
+    return sorted(_MAKERS)
+
+
+def make_brief(
+    name: str, agent_id: str, peers: Mapping[str, str], *, allow_answer: bool = False, task: TaskFacts | None = None
+) -> Brief:
     """The brief that a config names, for one agent.
 
     Args:
         name: a registered name, or several joined by ``+``, e.g. ``peer_spec+process``.
         peers: task text of each other agent by its id.
+        task: facts about the task, for briefs that belong to one.
 
     Raises:
-        OpsdError: an unknown name, the agent among its own peers, or an answer without allow_answer.
+        OpsdError: an unknown name, the agent among its own peers, a section twice, an answer without allow_answer, or a
+            brief that this task does not have.
     """
     if agent_id in peers:
         raise OpsdError(f"{agent_id} among its own peers {sorted(peers)}", "peers are the other agents", "leave it out")
@@ -159,38 +234,8 @@ def make_brief(name: str, agent_id: str, peers: Mapping[str, str], *, allow_answ
     if unknown:
         raise OpsdError(
             f"brief {name!r}: unknown {unknown}",
-            f"registered briefs are {sorted(_MAKERS)}, and '+' joins several",
+            f"registered briefs are {brief_names()}, and '+' joins several",
             "correct the name, or register the brief with register_brief",
         )
-    return compose(*(_MAKERS[n](agent_id, peers) for n in names), name=name, allow_answer=allow_answer)
-
-
-def _peer_specs(agent_id: str, peers: Mapping[str, str]) -> Brief:
-    if not peers:
-        raise OpsdError(f"peer_spec for {agent_id} without peers", "it tells a peer's task", "use it with a pair of agents")
-    return compose(*(peer_spec(agent_id, peer, peers[peer]) for peer in sorted(peers)), name="peer_spec")
-
-
-register_brief("none", lambda agent_id, peers: none())
-register_brief("peer_spec", _peer_specs)
-register_brief("process", lambda agent_id, peers: process())
-
-
-def student_leak(brief: Brief, student_texts: Iterable[str]) -> list[str]:
-    """Private text of a brief that the student has seen.
-
-    Returns:
-        every run of 8 words (case and punctuation ignored) of a private section that occurs in one of the texts, in the
-        brief's order, each once. A section shorter than 8 words counts as one run.
-    """
-    wanted: dict[str, None] = {}
-    for section in brief.sections:
-        words = _words(section.text) if section.private else []
-        size = min(LEAK_WORDS, len(words))
-        wanted |= dict.fromkeys(" ".join(words[i : i + size]) for i in range(len(words) - size + 1) if size)
-    seen = [f" {' '.join(_words(text))} " for text in student_texts]
-    return [run for run in wanted if any(f" {run} " in text for text in seen)]
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
+    case = Case(agent_id, peers, task)
+    return compose(*(_MAKERS[n](case) for n in names), name=name, allow_answer=allow_answer)

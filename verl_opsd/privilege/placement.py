@@ -22,6 +22,11 @@ from verl_opsd.privilege.view import Placement, TeacherView
 from verl_opsd.tokens.branches import loss_positions
 from verl_opsd.tokens.records import Ids
 
+
+class ViewTooLong(OpsdError):
+    """A pass of a view has more tokens than the teacher may read; nothing is truncated."""
+
+
 #: What counts as a user turn where a template wraps tool results into user blocks: every user ``block``, or only a
 #: ``message``, i.e. a user block that does not begin with <tool_response>.
 UserTurn = Literal["block", "message"]
@@ -159,8 +164,8 @@ def teacher_view(
 
     Raises:
         OpsdError: unknown placement or user_turn, mask of another length or on the first token, control tokens in the
-            brief, a scored token outside an assistant block, no system message or user turn to hold the brief, or a
-            pass longer than max_len (nothing is truncated).
+            brief, a scored token outside an assistant block, or no system message or user turn to hold the brief.
+        ViewTooLong: a pass longer than max_len.
     """
     ids, brief = np.asarray(input_ids, np.int32), np.asarray(brief_ids, np.int32).reshape(-1)
     if placement not in ("system", "last_user") or user_turn not in ("block", "message"):
@@ -244,9 +249,10 @@ def _view(
     mapped, spans = [np.zeros(0, np.int64)], []
     for offset, a, positions, one in zip(offsets[:-1].tolist(), at, scored, passes, strict=True):
         if max_len is not None and len(one) > max_len:
-            _refuse(
+            raise ViewTooLong(
                 f"a teacher pass of {len(one)} tokens, {len(one) - max_len} more than max_len={max_len}",
-                "shorten the brief, raise the teacher's context, or leave the trajectory out explicitly",
+                "a view is never truncated",
+                "shorten the brief, raise the teacher's context, or leave such branches out (opsd.brief.too_long=leave_out)",
             )
         mapped.append(offset + positions + len(brief) * (positions >= a))
         spans.append((offset + a, offset + a + len(brief)))

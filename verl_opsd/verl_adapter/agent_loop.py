@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
@@ -19,13 +20,13 @@ from verl_opsd.config import OpsdConfig
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.grading import grade_pair
 from verl_opsd.cooperbench.harness import run_pair
+from verl_opsd.cooperbench.pair_briefs import agents_of, briefs_of
 from verl_opsd.cooperbench.prepare import load_prepared
 from verl_opsd.cooperbench.types import PairRun, PairTask
 from verl_opsd.distill.weights import class_weight, max_prefix, position_weight, prefix_weight
 from verl_opsd.errors import InfraFault
 from verl_opsd.paths import cache_dir
-from verl_opsd.privilege.briefs import Brief, make_brief
-from verl_opsd.privilege.placement import ChatMarkers, teacher_view
+from verl_opsd.privilege import Brief, ChatMarkers, NoBrief, ViewTooLong, none, require_unseen, teacher_view
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.branches import build_trajectories
 from verl_opsd.tokens.build_rows import build_row, prompt_response
@@ -35,8 +36,7 @@ from verl_opsd.tokens.records import TOKEN_CLASSES, Episode, Grade, Sampling, Tr
 from verl_opsd.tokens.rows import padding_fields
 from verl_opsd.tokens.store import EpisodeStore
 from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder
-
-OWN_BACKENDS = ("opsd_embedded", "opsd_scripted")
+from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
 
 
 class OpsdOutput(AgentLoopOutput):
@@ -121,19 +121,26 @@ def runtime(config: Any) -> Runtime:
     return _RUNTIMES[key]
 
 
-def briefs_for(opsd: OpsdConfig, pair: PairTask) -> dict[str, Brief]:
-    """Each agent's brief: what its teacher sees and it does not."""
-    texts = {f"agent{i + 1}": pair.feature_text(f) for i, f in enumerate(pair.features)}
-    return {
-        agent: make_brief(
-            opsd.brief.name, agent, {a: t for a, t in texts.items() if a != agent}, allow_answer=opsd.brief.allow_answer
-        )
-        for agent in texts
-    }
+def briefs_for(opsd: OpsdConfig, pair: PairTask, episode: Episode | None = None) -> dict[str, Brief | NoBrief]:
+    """Each agent's brief (``cooperbench.pair_briefs``); of an episode where there is one. Evaluation has no teacher, so no brief."""
+    if pair.split != "train":
+        return dict.fromkeys(agents_of(pair), none())
+    patches = None if episode is None else {a.agent_id: a.patch for a in episode.agents}
+    brief = opsd.brief
+    return briefs_of(pair, brief.name, allow_answer=brief.allow_answer, files=brief.files, student_patch=patches)
 
 
 def training_row(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokenizer: Any) -> dict[str, torch.Tensor]:
-    """The row of one branch. ``opsd_coef`` holds static weights until the trainer divides by the global denominator."""
+    """The row of one branch. ``opsd_coef`` holds static weights until the trainer divides by the global denominator.
+
+    Raises:
+        OpsdError: the student's own first prompt holds text of the brief's answer.
+        ViewTooLong: a pass is longer than ``opsd.brief.max_view_tokens``.
+    """
+    if brief.kind == "answer":
+        first = int(np.argmax(trajectory.turn_index >= 0))
+        whose = f"{trajectory.episode_id}/{trajectory.agent_id}"
+        require_unseen(brief, tokenizer.decode(trajectory.input_ids[:first].tolist()), whose)
     view = teacher_view(
         trajectory.input_ids,
         trajectory.loss_mask,
@@ -145,9 +152,8 @@ def training_row(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokeniz
     )
     anchor = torch.full((len(view.position),), float(opsd.loss.anchor > 0))
     row = build_row(trajectory, view, torch.ones_like(anchor), anchor)
-    if opsd.loss.class_weights is not None:
-        by_code = {TOKEN_CLASSES.index(name): w for name, w in dataclasses.asdict(opsd.loss.class_weights).items()}
-        row["opsd_coef"] *= class_weight(row["opsd_class"], by_code)
+    by_code = {TOKEN_CLASSES.index(name): w for name, w in dataclasses.asdict(opsd.loss.class_weights).items()}
+    row["opsd_coef"] *= class_weight(row["opsd_class"], by_code)
     if opsd.loss.turn_half_life is not None:
         row["opsd_coef"] *= position_weight(row["opsd_turn"], opsd.loss.turn_half_life)
     if opsd.loss.prefix_half_life is not None:
@@ -230,7 +236,11 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
         "clean_merge": int(grade.merge == "clean" and "skipped" not in grade.apply_status.values()),
     }
     outputs: list[AgentLoopOutput] = []
-    for agent, brief in briefs_for(opsd, pair).items():
+    too_long = 0
+    for agent, brief in briefs_for(opsd, pair, episode).items():
+        if isinstance(brief, NoBrief):
+            RunDir.from_env().evidence("no_brief", agent, None, True, f"{episode.episode_id}: {brief.what}")
+            continue
         turns = [t for t in episode.turns if t.agent_id == agent]
         branches = build_trajectories(
             turns, loss_kinds=opsd.loss.turn_kinds, classify=lambda ids: token_classes(ids.tolist(), tokenizer.decode)
@@ -239,6 +249,13 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
             if not branch.loss_mask.any():
                 continue
             prompt, response, mask, logprobs = prompt_response(branch)
+            try:
+                row = training_row(opsd, branch, brief, tokenizer)
+            except ViewTooLong:
+                if opsd.brief.too_long == "refuse":
+                    raise
+                too_long += 1
+                continue
             outputs.append(
                 OpsdOutput(
                     prompt_ids=prompt,
@@ -248,10 +265,14 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
                     reward_score=grade.reward,
                     num_turns=branch.n_turns,
                     metrics=AgentLoopMetrics(),
-                    opsd_row=training_row(opsd, branch, brief, tokenizer),
+                    opsd_row=row,
                     extra_fields=_extra(branch.model_version, info),
                 )
             )
+    if too_long:
+        RunDir.from_env().evidence(
+            "view_too_long", too_long, opsd.brief.max_view_tokens, True, f"branches of {episode.episode_id}"
+        )
     return outputs or [_empty_row(tokenizer, grade.reward, info, episode.model_version)]
 
 

@@ -34,6 +34,7 @@ class OpsdCallback(Callback):
         atexit.register(gc.freeze)
         self._reaper: subprocess.Popen[bytes] | None = None
         self._ray_was_up = False
+        self._threads = os.environ.get("OMP_NUM_THREADS")
         self._run: RunDir | None = None
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -57,7 +58,7 @@ class OpsdCallback(Callback):
         else:
             return
         if new and self._run is not None:
-            shutil.rmtree(self._run.path)
+            remove_run(self._run.path)
         raise SystemExit(2)
 
     def _start(self, config: DictConfig, run: RunDir) -> None:
@@ -70,6 +71,11 @@ class OpsdCallback(Callback):
         import ray
 
         self._ray_was_up = ray.is_initialized()
+        threads = self._threads if opsd.threads is None else str(opsd.threads)
+        if threads is None:
+            os.environ.pop("OMP_NUM_THREADS", None)  # of an earlier job of a multirun
+        else:
+            os.environ["OMP_NUM_THREADS"] = threads  # Ray's processes inherit it
         os.environ["OPSD_TMP"] = tempfile.mkdtemp(prefix="opsd-")
         os.environ["OPSD_DRIVER_PID"] = str(os.getpid())
         self._reaper = reaper.start([os.environ["OPSD_TMP"], os.environ["OPSD_RAY_TMP"]])
@@ -97,6 +103,19 @@ class OpsdCallback(Callback):
         if failed:
             cause = getattr(job_return._return_value, "cause", job_return._return_value)
             print(f"error: {cause}\nverl-opsd: evidence so far: {self._run.path}/evidence.jsonl", file=sys.stderr, flush=True)
+
+
+def remove_run(path: Path) -> None:
+    """Removes a run directory, and the directories above it, below the current one, that are then empty."""
+    shutil.rmtree(path)
+    here = Path.cwd()
+    for parent in path.parents:
+        if here not in parent.parents:
+            return
+        try:
+            parent.rmdir()
+        except OSError:  # not empty
+            return
 
 
 def is_new(path: Path) -> bool:

@@ -66,6 +66,12 @@ def check_corpus(opsd: OpsdConfig, contract: EvalContract, evaluation: list[Pair
     assert_disjoint([pair_of(opsd, e) for e in episodes(opsd)], evaluation, level=opsd.tasks.disjoint)
 
 
+def corpus_pairs(opsd: OpsdConfig) -> list[PairTask]:
+    """The pairs of the corpus, each once, sorted by key."""
+    pairs = {pair.key: pair for pair in (pair_of(opsd, e) for e in episodes(opsd))}
+    return [pairs[k] for k in sorted(pairs)]
+
+
 def pair_of(opsd: OpsdConfig, episode: Episode) -> PairTask:
     """The task of a stored episode, for its brief.
 

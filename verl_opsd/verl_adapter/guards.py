@@ -18,10 +18,10 @@ from transfer_queue import KVBatchMeta
 from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir
 from verl_opsd.verl_adapter import checks
-from verl_opsd.verl_adapter.agent_loop import OWN_BACKENDS
+from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
 
-#: Rows a rank that the identity control looks at.
-CONTROL_ROWS = 4
+#: Rows and tokens a rank that the identity control looks at; one row at least.
+CONTROL_ROWS, CONTROL_TOKENS = 4, 8192
 #: Of the publish guard: rows, tokens of a row's prefix, and positions of a row that are compared.
 PROBE_ROWS, PROBE_TOKENS, PROBE_POSITIONS = 2, 2048, 16
 #: Tokens of the fixed probe on which another server is followed from version to version, and the standard error of its share
@@ -110,11 +110,13 @@ def divergences(trainer: Any, batch: KVBatchMeta, teacher: str, shift: int, adap
 
 
 def _sample(trainer: Any, batch: KVBatchMeta) -> KVBatchMeta:
-    """The shortest real rows, ``CONTROL_ROWS`` a rank: a control costs two forwards a row."""
+    """The shortest real rows, of ``CONTROL_TOKENS`` and ``CONTROL_ROWS`` a rank at most: a control costs two forwards a row."""
     ranks = max(trainer.actor_rollout_wg._query_dispatch_info("actor")) + 1
     real = sorted((t["seq_len"], k) for t, k in zip(batch.tags, batch.keys, strict=True) if not t.get("is_padding", False))
     padding = [k for t, k in zip(batch.tags, batch.keys, strict=True) if t.get("is_padding", False)]
-    count = min(CONTROL_ROWS * ranks, len(batch) // ranks * ranks)
+    tokens = np.cumsum([n for n, _ in real])
+    rows = max(1, int((tokens <= CONTROL_TOKENS * ranks).sum()) // ranks)
+    count = min(rows, CONTROL_ROWS, len(batch) // ranks) * ranks
     return batch.select_keys(([k for _, k in real] + padding)[:count])
 
 

@@ -21,7 +21,9 @@ from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
 from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
+from verl_opsd.verl_adapter.brief_checks import check_briefs, record_briefs
 from verl_opsd.verl_adapter.keys import check_keys
+from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
 
 PACKAGES = ("verl-opsd", "verl", "torch", "transformers", "peft", "ray", "cooperbench", "TransferQueue", "vllm")
 
@@ -41,6 +43,23 @@ def require_plugin() -> None:
             "a recipe's trainer, workers and rollout servers are registered through the entry point group `verl.plugins`",
             "unset VERL_USE_EXTERNAL_PLUGINS or add opsd to it; if nothing is installed, `pip install .`",
         )
+
+
+def check_trl() -> None:
+    """Where TRL is installed, verl takes a class from it when a worker builds its model.
+
+    Raises:
+        OpsdError: the installed TRL does not have that class any more.
+    """
+    found = importlib.util.find_spec("trl")
+    for folder in map(Path, (found.submodule_search_locations or ()) if found else ()):
+        name = "AutoModelForCausalLMWithValueHead"
+        if not (folder / "experimental" / "ppo").is_dir() and name not in (folder / "__init__.py").read_text():
+            raise OpsdError(
+                f"TRL {importlib.metadata.version('trl')} in {folder} has no {name}",
+                "verl imports it when TRL is installed, and every worker would end with an ImportError",
+                "`pip uninstall trl` (verl does not need it), or install a release that has it",
+            )
 
 
 def parse(config: DictConfig) -> OpsdConfig:
@@ -144,6 +163,12 @@ def _verl_contradictions(config: DictConfig, opsd: OpsdConfig) -> None:
             "optimizer steps count episodes: opsd.loss.episodes_per_update",
             "set opsd.loss.episodes_per_update",
         ),
+        (
+            bool(config.critic.enable or config.reward.reward_model.enable),
+            f"critic.enable={config.critic.enable}, reward.reward_model.enable={config.reward.reward_model.enable}",
+            "episodes are graded by their hidden tests, and this loss reads no value function",
+            "leave both out",
+        ),
         (actor.entropy_coeff != 0, f"actor.entropy_coeff={actor.entropy_coeff}", "not a term of this loss", "leave it at 0"),
     ]
     for broken, what, rule, way_out in rules:
@@ -159,18 +184,6 @@ def _is_opsd_trainer(mode: str) -> bool:
     return issubclass(TRAINER_REGISTRY.get(mode, object), OpsdTrainer)
 
 
-def check_briefs(opsd: OpsdConfig, pairs: list[PairTask]) -> None:
-    """Makes every agent's brief once, so that an unknown or forbidden one stops here and not in the first episode.
-
-    Raises:
-        OpsdError: see :func:`verl_opsd.privilege.briefs.make_brief`.
-    """
-    from verl_opsd.verl_adapter.agent_loop import briefs_for
-
-    for pair in pairs:
-        briefs_for(opsd, pair)
-
-
 def check_hardware(config: DictConfig, opsd: OpsdConfig) -> None:
     """A scale that the hardware can't carry is refused before a device is touched.
 
@@ -180,6 +193,7 @@ def check_hardware(config: DictConfig, opsd: OpsdConfig) -> None:
     import torch
 
     have = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    nodes = config.trainer.nnodes
     student, teacher = config.trainer.n_gpus_per_node, opsd.teacher.devices if opsd.teacher.kind == "device" else 0
     if student < 1:
         raise OpsdError(
@@ -187,6 +201,9 @@ def check_hardware(config: DictConfig, opsd: OpsdConfig) -> None:
             "each teacher worker and each student rank has a device of its own",
             "take a larger scale, fewer opsd.teacher.devices, or teacher=self",
         )
+    if nodes > 1 and opsd.scale.startswith("gpu"):
+        print(f"verl-opsd: devices of {nodes} nodes are counted by Ray, when the workers start", flush=True)
+        return
     need = max(int(opsd.scale[3:]), student + teacher) if opsd.scale.startswith("gpu") else 0
     if have < need:
         raise OpsdError(
@@ -200,8 +217,15 @@ def check_rollout(name: str) -> None:
     """A rollout server of verl's needs its package.
 
     Raises:
-        OpsdError: ``name`` is vllm or sglang, and it is not installed.
+        OpsdError: ``name`` is no server that this project publishes to, or is vllm or sglang, and it is not installed.
     """
+    known = ("vllm", "sglang", *OWN_BACKENDS)
+    if name not in known:
+        raise OpsdError(
+            f"actor_rollout_ref.rollout.name={name}",
+            f"rollout servers that take the trained adapter are {', '.join(known)}",
+            "name one of them, or leave rollout.name out",
+        )
     if name in ("vllm", "sglang") and importlib.util.find_spec(name) is None:
         raise OpsdError(
             f"actor_rollout_ref.rollout.name={name}, and {name} is not installed",
@@ -277,6 +301,22 @@ def check_teacher(opsd: OpsdConfig, student_path: str) -> None:
             f"the student has {student.vocab_size} rows, and opsd.contract.context_length={opsd.contract.context_length} tokens are scored",
             "choose a teacher of the student's family, or lower the context length",
         )
+
+
+def check_chat(opsd: OpsdConfig, student_path: str) -> None:
+    """Conversations can be made and read: what an episode makes of the tokenizer, chat template and tool parser is made once.
+
+    Raises:
+        OpsdError: see :mod:`verl_opsd.verl_adapter.chat`.
+    """
+    from transformers import AutoTokenizer
+
+    from verl_opsd.verl_adapter.agent_loop import model_type_of
+    from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder
+
+    tokenizer = AutoTokenizer.from_pretrained(student_path)
+    VerlTokenBuilder(tokenizer, model_type_of(student_path))
+    VerlReplyParser(tokenizer, opsd.contract.tool_parser)
 
 
 def dataset_path(name: str) -> Path:
@@ -407,22 +447,27 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     opsd = parse(config)
     print(f"verl-opsd: recipe={opsd.recipe} scale={opsd.scale} run directory {run.path}", flush=True)
     check_hardware(config, opsd)
+    check_trl()
     check_rollout(config.actor_rollout_ref.rollout.name)
     require_sandbox(opsd.sandbox.backend, allow_unsafe=opsd.sandbox.allow_unsafe)
     model_path = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
     ensure_student(opsd, model_path)
+    check_chat(opsd, model_path)
     check_teacher(opsd, model_path)
     train, evaluation = load_pairs(opsd)
-    check_briefs(opsd, train + evaluation)
     contract = freeze_contract(opsd, train + evaluation, model_path)
     if opsd.mode == "offline":
-        from verl_opsd.verl_adapter.corpus import check_corpus
+        from verl_opsd.verl_adapter.corpus import check_corpus, corpus_pairs
 
         check_corpus(opsd, contract, evaluation)
+        briefs = check_briefs(opsd, corpus_pairs(opsd), model_path)
+    else:
+        briefs = check_briefs(opsd, train, model_path)
     resume.check(run, contract)
     write_data(run, train, "train", batch=config.data.train_batch_size)
     write_data(run, evaluation, "val")
     write_json(run.path / "contract.json", contract.as_dict())
+    record_briefs(run, opsd, briefs)
     print(
         f"verl-opsd: contract {contract.hash[:12]}, {len(train)} training pairs, {len(evaluation)} evaluation pairs", flush=True
     )

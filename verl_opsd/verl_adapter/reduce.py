@@ -1,4 +1,4 @@
-"""Final coefficients of a round's rows: the reduction over each optimizer step's global batch."""
+"""A round's rows in optimizer steps, and their final coefficients: the reduction over each step's global batch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,29 @@ from verl_opsd.config import LossConfig
 from verl_opsd.distill.policy import leave_one_out
 from verl_opsd.distill.reduction import coefficients
 from verl_opsd.distill.weights import threshold_mask
+
+
+def update_groups(keys: Sequence[str], carries: Sequence[bool], per_update: int | None) -> list[list[int]]:
+    """Rows of each optimizer step; steps count episodes.
+
+    Args:
+        keys: of the rows; rows of one episode share everything before the last underscore.
+        carries: whether a row holds a position with weight.
+        per_update: episodes of a step; None: all.
+
+    Returns:
+        Row numbers of each step, every row once. An episode without weight (its agents never got to reply) is no episode of
+        a step of its own, which would have nothing to learn from: its rows ride along in the last one.
+    """
+    episodes: dict[str, list[int]] = {}
+    for i, key in enumerate(keys):
+        episodes.setdefault(key.rsplit("_", 1)[0], []).append(i)
+    loaded = [rows for rows in episodes.values() if any(carries[i] for i in rows)]
+    empty = [rows for rows in episodes.values() if not any(carries[i] for i in rows)]
+    size = per_update or max(1, len(loaded))
+    groups = [sum(loaded[i : i + size], []) for i in range(0, len(loaded), size)] or [[]]
+    groups[-1] += sum(empty, [])
+    return groups
 
 
 def with_coefficients(

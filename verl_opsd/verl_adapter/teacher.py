@@ -16,9 +16,11 @@ import torch
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError
 from torch import Tensor
 
-from verl_opsd.config import TeacherConfig
+from verl_opsd.config import OpsdConfig, TeacherConfig
 from verl_opsd.errors import InfraFault, OpsdError
+from verl_opsd.paths import cache_dir
 from verl_opsd.teachers.base import Pass, slots_of
+from verl_opsd.teachers.cache import SignalCache, TeacherKey, revision_of, tokenizer_hash
 from verl_opsd.teachers.device import TOLERANCE, DeviceTeacher
 
 #: Seconds that loading the model and that one row may take; rows that a worker has at a time, the one that it scores included.
@@ -74,6 +76,7 @@ class TeacherPool:
         head_error: see :class:`DeviceTeacher`; the largest over workers.
         spread: largest relative difference of a hidden state of the fixed sequence between the first worker and any other.
         restarts: workers that were started again.
+        probe_PH: hidden states of the fixed sequence, from the first worker.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class TeacherPool:
         self._deaths = [0] * workers
         self._workers = [start(slot) for slot in range(workers)]
         facts: list[TeacherFacts] = self._wait([w.load.remote() for w in self._workers], start_timeout_s, "loading the model")
-        self._probe_PH = facts[0].probe_PH
+        self.probe_PH = facts[0].probe_PH
         self.head_error = max(f.head_error for f in facts)
         self.spread = max(self._distance(f.probe_PH) for f in facts)
 
@@ -129,7 +132,7 @@ class TeacherPool:
         )
 
     def _distance(self, probe_PH: Tensor) -> float:
-        ours, theirs = self._probe_PH.float(), probe_PH.float()
+        ours, theirs = self.probe_PH.float(), probe_PH.float()
         return float(((ours - theirs).norm(dim=-1) / ours.norm(dim=-1)).max())
 
     def head_weight(self) -> Any:
@@ -164,7 +167,7 @@ class TeacherPool:
             InfraFault: ``teacher_died``: a slot's second death; ``teacher_timeout``: no row was finished in time.
             OpsdError: a row that can't be scored.
         """
-        out = [torch.empty(len(slots_of(r)), self._probe_PH.shape[-1], dtype=self._dtype) for r in rows]
+        out = [torch.empty(len(slots_of(r)), self.probe_PH.shape[-1], dtype=self._dtype) for r in rows]
         todo = deque(sorted((i for i, r in enumerate(rows) if r), key=lambda i: -sum(len(p.ids_T) for p in rows[i])))
         flying: dict[Any, tuple[int, int]] = {}
         while todo or flying:
@@ -206,3 +209,22 @@ def teacher_pool(config: TeacherConfig, slots: Any) -> TeacherPool:
     make = RayClassWithInitArgs(ray.remote(TeacherWorker), path=config.path, dtype=config.dtype, name=name)
     groups = slots.get_placement_groups(device_name=get_device_name())
     return TeacherPool(name, getattr(torch, config.dtype), lambda slot: make(groups[slot], 0), config.devices)
+
+
+def signal_cache(opsd: OpsdConfig, pool: TeacherPool, tokenizer: Any) -> SignalCache | None:
+    """The cache of a run's device teacher, under ``OPSD_CACHE``; None where it is turned off.
+
+    The brief's text is part of a view's ids, so its name and placement are enough to tell configurations apart.
+    """
+    teacher, brief = opsd.teacher, opsd.brief
+    if not teacher.cache:
+        return None
+    assert teacher.path is not None
+    key = TeacherKey(
+        teacher.path,
+        revision_of(teacher.path, pool.probe_PH),
+        teacher.dtype,
+        tokenizer_hash(tokenizer),
+        f"{brief.name}|{brief.placement}|{brief.user_turn}",
+    )
+    return SignalCache(cache_dir() / "teacher_signals", key)

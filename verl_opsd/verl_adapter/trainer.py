@@ -35,12 +35,13 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.report import write_report
 from verl_opsd.rundir import RunDir
 from verl_opsd.teachers.base import Pass
+from verl_opsd.teachers.cache import SignalCache
 from verl_opsd.tokens.rows import FIELDS, padding_fields
 from verl_opsd.tokens.store import EpisodeStore
 from verl_opsd.verl_adapter import corpus, guards, teacher
 from verl_opsd.verl_adapter.engine import OpsdLoss
-from verl_opsd.verl_adapter.passes import own_passes, rows_of, view_passes
-from verl_opsd.verl_adapter.reduce import with_coefficients, with_rewards
+from verl_opsd.verl_adapter.passes import jagged, own_passes, rows_of, view_passes
+from verl_opsd.verl_adapter.reduce import update_groups, with_coefficients, with_rewards
 from verl_opsd.verl_adapter.updates import mask_at_collection, rewards_of
 from verl_opsd.verl_adapter.worker import OpsdWorker
 
@@ -77,11 +78,6 @@ def faults_of_round(step: int, outcomes: dict[str, int], run: RunDir) -> OpsdErr
     )
 
 
-def nested(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Ragged rows as one jagged tensor."""
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
 @register_trainer("opsd")
 class OpsdTrainer(PPOTrainerSync):
     """See the module's docstring.
@@ -102,6 +98,7 @@ class OpsdTrainer(PPOTrainerSync):
         self._groups = 1
         self._stage_started = 0.0
         self._controlled = False
+        self.signals: SignalCache | None = None
         self.followed: guards.Followed | None = None
         self.last_loss = 0.0
         self._kept_share = 1.0
@@ -136,6 +133,7 @@ class OpsdTrainer(PPOTrainerSync):
         if self.opsd.teacher.kind == "device":
             self.teacher = teacher.teacher_pool(self.opsd.teacher, self.resource_pool_manager.resource_pool_dict[teacher.POOL])
             guards.teacher_checks(self)
+            self.signals = teacher.signal_cache(self.opsd, self.teacher, self.tokenizer)
             self.actor_rollout_wg.opsd_set_teacher_head(self.teacher.name, self.teacher.head_weight())
         self.actor_rollout_wg.set_loss_fn(self.make_loss())
         guards.startup_checks(self)
@@ -237,9 +235,10 @@ class OpsdTrainer(PPOTrainerSync):
                 "read the error of the agent-loop worker in this output (`Error in _run_prompt`)",
             )
 
-    def _finish_stage(self, name: str, **outputs: Any) -> None:
-        started, self._stage_started = self._stage_started, time.time()
-        with self.run_dir.stage(self.global_steps, name, started=started) as out:
+    def _finish_stage(self, name: str, ended: float | None = None, **outputs: Any) -> None:
+        """The next stage starts where this one ended: now, when left out."""
+        started, self._stage_started = self._stage_started, time.time() if ended is None else ended
+        with self.run_dir.stage(self.global_steps, name, started=started, ended=self._stage_started) as out:
             out.update(outputs)
 
     # ---- rows ---------------------------------------------------------------------------------------------------------
@@ -249,12 +248,16 @@ class OpsdTrainer(PPOTrainerSync):
         rank, and balances tokens over ranks inside each group."""
         dp = max(self.actor_rollout_wg._query_dispatch_info("actor")) + 1
         self.actor_rollout_wg._dispatch_info.setdefault("actor", self.actor_rollout_wg._query_dispatch_info("actor"))
-        episodes: dict[str, list[int]] = {}
-        for i, key in enumerate(batch.keys):
-            episodes.setdefault(key.rsplit("_", 1)[0], []).append(i)
-        per_update = self.opsd.loss.episodes_per_update or len(episodes)
-        names = list(episodes)
-        groups = [sum((episodes[e] for e in names[i : i + per_update]), []) for i in range(0, len(names), per_update)]
+        weights = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["opsd_coef"])["opsd_coef"]
+        carries = [bool((w != 0).any()) for w in weights.unbind()]
+        if not any(carries):
+            raise OpsdError(
+                f"no position that carries loss in this round's {len(batch)} rows",
+                "an update needs loss positions",
+                "look at the episodes: every agent failed before its first reply (context limit), or opsd.loss.class_weights, "
+                "turn_kinds and max_prefix leave nothing",
+            )
+        groups = update_groups(batch.keys, carries, self.opsd.loss.episodes_per_update)
         rows = -(-max(map(len, groups)) // dp) * dp
         real = len(batch)
         batch = upsample_batch_to_divisible_size(batch, rows * len(groups), self.tokenizer.eos_token_id)
@@ -288,19 +291,13 @@ class OpsdTrainer(PPOTrainerSync):
         rows = with_coefficients(rows, batch.keys, self._group_of, self.opsd.loss)
         if self.opsd.loss.task_reward_coef > 0:
             rows = with_rewards(rows, batch.keys, self._group_of, rewards_of(batch), self.opsd.loss.task_reward_coef)
-        fields = {k: nested([r[k] for r in rows]) for k in FIELDS}
-        zeros = nested([torch.zeros(m.numel()) for m in columns["response_mask"]])
+        fields = {k: jagged([r[k] for r in rows]) for k in FIELDS}
+        zeros = jagged([torch.zeros(m.numel()) for m in columns["response_mask"]])
         fields["advantages"], fields["returns"] = zeros, zeros.clone()
         tokens = sum(r["opsd_view_ids"].numel() + ids.numel() for r, ids in zip(rows, columns["input_ids"], strict=True))
         loss_tokens = sum(int((r["opsd_coef"] != 0).sum()) for r in rows)
         metrics["opsd/loss_tokens"] = loss_tokens
-        metrics["opsd/tokens_per_loss_token"] = tokens / max(1, loss_tokens)
-        if loss_tokens == 0:
-            raise OpsdError(
-                "no policy token in this round's episodes",
-                "an update needs loss positions",
-                "look at the episodes: every agent failed before its first reply (context limit, malformed turns)",
-            )
+        metrics["opsd/tokens_per_loss_token"] = tokens / loss_tokens
         self._sequence_tokens, self._loss_tokens = tokens, loss_tokens
         return tq.kv_batch_put(
             keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(batch))
@@ -312,24 +309,26 @@ class OpsdTrainer(PPOTrainerSync):
         """Puts the device teacher's hidden states at every loss position into the rows, as ``opsd_signal`` [N_r, H].
 
         Args:
-            source: ``view``: the teacher's view; ``own``: the student's own ids.
+            source: ``view``: the teacher's view, through the cache; ``own``: the student's own ids, always scored.
         """
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids", *FIELDS])
         rows = rows_of(data)
         by_row: list[list[Pass]] = [[] for _ in rows]
         for p in view_passes(rows) if source == "view" else own_passes(rows):
             by_row[p.row].append(p)
-        fields = TensorDict({"opsd_signal": nested(self.teacher.score(by_row))}, batch_size=len(batch))
+        cache = self.signals if source == "view" else None
+        hidden = self.teacher.score(by_row) if cache is None else cache.score(by_row, self.teacher.score)
+        fields = TensorDict({"opsd_signal": jagged(hidden)}, batch_size=len(batch))
         scored: KVBatchMeta = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
         scored.extra_info = batch.extra_info
         return scored
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        self._stage_started = time.time()
         if self.opsd.teacher.kind == "device":
-            self._stage_started = time.time()
             batch = self.score(batch, "view")
             metrics["opsd/teacher_restarts"] = self.teacher.restarts
-            self._finish_stage("score", restarts=self.teacher.restarts)
+            self._finish_stage("score", restarts=self.teacher.restarts, **(self.signals.report() if self.signals else {}))
         actor = self.config.actor_rollout_ref.actor
         size = len(batch) // self._groups
         batch.extra_info.update(
@@ -348,11 +347,14 @@ class OpsdTrainer(PPOTrainerSync):
             if self.opsd.teacher.kind == "device":
                 guards.teacher_control(self, batch)
             self._controlled = True
+            self._finish_stage("control")
         if self.opsd.loss.threshold is not None and self.opsd.loss.threshold.taken == "collection":
             kind = "device" if self.opsd.teacher.kind == "device" else "view"
             divergences = guards.divergences(self, batch, kind, 0, "on")
             self._kept_share = mask_at_collection(batch, divergences, self._group_of, self.opsd.loss)
         output = self.actor_rollout_wg.update_actor(batch)["metrics"]
+        if self.opsd.teacher.kind == "self":  # the workers scored the rows first
+            self._finish_stage("score", ended=self._stage_started + self.actor_rollout_wg.opsd_score_seconds()[0])
         self._save_telemetry(output)
         output = rename_dict(output, "actor/")
         output["perf/mfu/actor"] = output.pop("actor/mfu", [0.0])

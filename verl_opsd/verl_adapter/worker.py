@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ class OpsdTrainingWorker(TrainingWorker):
     """verl's training worker. With an :class:`OpsdLoss`, an update's rows are scored once, before all of its epochs."""
 
     engine: OpsdEngine
+    score_seconds: float = 0.0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def set_loss_fn(self, loss_fn: Any) -> None:
@@ -61,8 +63,10 @@ class OpsdTrainingWorker(TrainingWorker):
             OpsdError: ranks disagree about who scores, or a row breaks its contract.
         """
         if isinstance(self.loss_fn, OpsdLoss):
+            started = time.monotonic()
             with self.engine.eval_mode(disable_auto_offload=tu.get(data, "disable_auto_offload", False)):
                 self._score(data, self.loss_fn)
+            self.score_seconds = time.monotonic() - started
         return super().train_mini_batch(data)
 
     def _score(self, data: TensorDict, loss: OpsdLoss) -> None:
@@ -196,6 +200,11 @@ class OpsdWorker(ActorRolloutRefWorker):
     def opsd_adapter_stats(self) -> dict[str, Any]:
         """Number, dtypes and largest lora_B entry of the adapter tensors (``checks.adapter_stats``)."""
         return self.actor.adapter_stats()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
+    def opsd_score_seconds(self) -> float:
+        """Seconds in which this rank scored the rows of the last update."""
+        return self.actor.score_seconds
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def opsd_export_adapter(self, folder: str) -> None:

@@ -143,8 +143,9 @@ def test_controls_and_guards_are_recorded(online):
 
 def test_stages_and_their_seconds(online):
     said, found = report(online.directory)["seconds"], stages(online.directory)
-    per_round = ["collect", "train", "publish"]
-    assert Counter(s["stage"] for s in found) == Counter(["start", *per_round * ROUNDS, "evaluate"])
+    per_round = ["collect", "score", "train", "publish"]
+    assert Counter(s["stage"] for s in found) == Counter(["start", "control", *per_round * ROUNDS, "evaluate"])
+    assert all(s["seconds"] > 0 for s in found)
     for name in said:
         assert said[name] == pytest.approx(sum(s["seconds"] for s in found if s["stage"] == name))
     assert sum(said.values()) < online.seconds

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -162,3 +166,27 @@ def test_full_parameters_are_trained_against_the_initial_weights_and_published(j
     (changed,) = evidence(job.directory, "weights_changed")
     assert changed["value"] > 0 and len(evidence(job.directory, "full_bound")) == 2
     assert evidence(job.directory, "adapter_non_zero") == evidence(job.directory, "adapter_bound") == []
+
+
+def test_per_turn_scoring_equals_per_branch_scoring_on_the_recorded_episode(job, tmp_path):
+    """The same reverse KL at every token and the same gradient, through the engine, with a brief in the system message."""
+    engine, out = Path(__file__).parents[1] / "engine", tmp_path / "out.json"
+    student = json.loads((job.directory / "meta.json").read_text())["student"]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    done = subprocess.run(
+        [sys.executable, str(engine / "run.py"), "0", "1", str(port), str(Path(student).parent), str(out), "recorded"],
+        env=os.environ | {"OPSD_TEST_RUN": str(job.directory), "PYTHONPATH": str(engine.parents[2]), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())["recorded"]
+    sampled = Counter(t["episode_id"] for t in table(job.directory, "turns", "train") for _ in t["response_ids"])
+    branches, turns_ = found["rows"]
+    assert branches == 2 < turns_ == 9  # two agents; five and four turns
+    assert found["positions"] == sampled[episode(job, "train", (1, 2))["episode_id"]]
+    assert found["mean"] > 1e-4
+    assert found["kl"] < 1e-5 and found["loss"] < 1e-5 and found["grad"] < 1e-4, found

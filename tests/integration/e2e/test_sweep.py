@@ -41,7 +41,10 @@ def test_each_job_runs_to_its_end_in_its_own_directory(job):
     for anchor, run in zip(ANCHORS, job.directories, strict=True):
         assert report(run)["loss_spec"]["anchor"] == anchor
         found = [(s["step"], s["stage"]) for s in stages(run)]
-        assert found == [(0, "start"), (1, "collect"), (1, "evaluate"), (1, "publish"), (1, "train")]
+        assert found == [
+            (0, "start"),
+            *((1, s) for s in ("collect", "control", "evaluate", "publish", "score", "train")),
+        ]
         assert json.loads((run / "meta.json").read_text())["opsd"]["loss"]["anchor"] == anchor
         # the second job did not resume the first one's checkpoint: it collected and trained step 1 itself
         assert [p.name for p in (run / "checkpoints").glob("global_step_*")] == ["global_step_1"]

@@ -64,7 +64,7 @@ def test_kill_9_resume_and_a_masked_episode(job: Callable[..., Job]):
     assert len(report["loss_by_round"]) == 2 and len(report["distillation"]["kl_by_round"]) == 2
     names = sorted(p.name for p in (second.run / "stages").iterdir())
     assert names == sorted(
-        [f"{n:04d}-{s}.json" for n in (1, 2) for s in ("collect", "train", "publish")]
+        [f"{n:04d}-{s}.json" for n in (1, 2) for s in ("collect", "control", "score", "train", "publish")]
         + ["0000-start.json", "0002-evaluate.json"]
     )
     moved = second.run / "interrupted" / "0"

@@ -85,7 +85,7 @@ def test_sandbox_killed_during_a_command(play):
     with pytest.raises(InfraFault) as caught:
         play(Script(["echo one > one.txt", PR, kill_later]), Script([never]))
     assert caught.value.kind == "sandbox_died"
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 40
 
 
 def test_sandbox_gone_between_commands_is_not_an_empty_patch(play, monkeypatch):

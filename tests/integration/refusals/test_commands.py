@@ -32,7 +32,7 @@ def train(tmp_path: Path) -> Run:
             """
         )
         done = subprocess.run(
-            [sys.executable, "-c", code, *arguments, f"hydra.run.dir={tmp_path}/run"],
+            [sys.executable, "-c", code, *arguments, "hydra.run.dir=runs/opd/now"],
             capture_output=True,
             text=True,
             timeout=120,

@@ -72,6 +72,13 @@ def test_misspelt_key_without_plus_is_refused_by_hydra(compose, override):
         (["actor_rollout_ref.actor.use_kl_loss=true"], ["opsd.loss.anchor"]),
         (["actor_rollout_ref.rollout.n=2"], ["rollout.n"]),
         (["opsd.corpus=/some/run"], ["opsd.corpus=/some/run"]),
+        (["opsd.contract.tool_parser=hermse"], ["tool parser 'hermse'", "hermes"]),
+        (["opsd.contract.compaction_trigger=-1"], ["compaction_trigger=-1"]),
+        (["opsd.teacher.devices=3"], ["opsd.teacher.devices=3", "kind=self"]),
+        (["opsd.loss.class_weights.think=-0.5"], ["class_weights", "-0.5"]),
+        (["actor_rollout_ref.rollout.name=hf"], ["rollout.name=hf", "opsd_embedded"]),
+        (["critic.enable=true"], ["critic.enable=True"]),
+        (["reward.reward_model.enable=true"], ["reward_model.enable=True"]),
         (["scale=gpu8"], ["scale=gpu8", "0 accelerators"]),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import cooperbench
@@ -91,7 +92,7 @@ def test_import_reads_no_settings_of_the_user_and_fetches_nothing(tmp_path):
     )
     env = {k: v for k, v in os.environ.items() if not k.startswith(("LITELLM", "XDG", "MSWEA"))}
     done = subprocess.run(
-        ["python", "-c", code], env={**env, "HOME": str(tmp_path)}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], env={**env, "HOME": str(tmp_path)}, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "None None"
     assert "model cost map" not in done.stderr

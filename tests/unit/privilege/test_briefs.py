@@ -51,14 +51,16 @@ def test_hash_covers_everything():
         compose(Section("a", "guidance", "A.")),
         compose(Section("a", "scope", "A.", private=False)),
         compose(section, Section("b", "scope", "")),
+        compose(Section("a", "answer", "A.", answer="gold"), allow_answer=True),
+        compose(Section("a", "answer", "A.", answer="tests"), allow_answer=True),
         none(),
     ]
     assert len({b.hash for b in variants}) == len(variants)
-    assert compose(section).hash == hashlib.sha256(b'["a","scope",[["a","scope","A.",true]]]').hexdigest()
+    assert compose(section).hash == hashlib.sha256(b'["a","scope",[["a","scope","A.",true,null]]]').hexdigest()
 
 
 def test_answers_need_to_be_allowed():
-    gold = Section("gold", "answer", "diff --git a b")
+    gold = Section("gold", "answer", "diff --git a b", answer="gold")
     for make in (lambda: compose(gold), lambda: compose(peer_spec("a", "b", TASK), gold)):
         with pytest.raises(OpsdError, match="gold"):
             make()
@@ -88,7 +90,7 @@ def _text_and_sections(brief):
 
 
 def test_make_brief_refuses():
-    with pytest.raises(OpsdError, match=r"'none', 'peer_spec', 'process'"):
+    with pytest.raises(OpsdError, match=r"'none', 'own_tests', 'partition_by_region', 'peer_spec', 'process'"):
         make_brief("peer_specs", "agent1", {"agent2": TASK})
     with pytest.raises(OpsdError, match="unknown"):
         make_brief("", "agent1", {})
@@ -102,14 +104,14 @@ def test_make_brief_refuses():
 
 def test_register_brief(monkeypatch):
     monkeypatch.setattr(module, "_MAKERS", dict(module._MAKERS))
-    gold = Section("gold", "answer", "the patch")
-    register_brief("gold", lambda agent_id, peers: compose(gold, allow_answer=True))
+    gold = Section("gold", "answer", "the patch", answer="gold")
+    register_brief("gold", lambda case: compose(gold, allow_answer=True))
     with pytest.raises(OpsdError, match="answer"):
         make_brief("gold", "agent1", {})
     assert make_brief("gold", "agent1", {}, allow_answer=True).text == "the patch"
     for taken in ("gold", "a+b", ""):
         with pytest.raises(OpsdError):
-            register_brief(taken, lambda agent_id, peers: none())
+            register_brief(taken, lambda case: none())
 
 
 def test_process_tells_what_it_must():

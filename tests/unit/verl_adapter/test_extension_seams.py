@@ -20,7 +20,7 @@ SECTION = {
     "brief": {"name": "peer_spec"},
     "teacher": {},
     "loss": {},
-    "contract": {},
+    "contract": {"context_length": 12288},
 }
 
 
@@ -43,13 +43,17 @@ def test_only_trainers_of_this_project_are_modes() -> None:
 
 @pytest.mark.parametrize("name", ["peer_specs", "peer_spec+", ""])
 def test_an_unknown_brief_stops_before_the_first_episode(name: str) -> None:
-    from verl_opsd.verl_adapter.launch import check_briefs
+    from verl_opsd.models.tiny import ensure_tiny
+    from verl_opsd.paths import cache_dir
+    from verl_opsd.verl_adapter.brief_checks import check_briefs
+
+    student = str(ensure_tiny(cache_dir() / "models"))
 
     pairs = load_subset("pocket_train", POCKET_DIR)
     good = OpsdConfig.parse(SECTION)
-    check_briefs(good, pairs)
+    check_briefs(good, pairs, student)
     with pytest.raises(OpsdError, match="unknown"):
-        check_briefs(dataclasses.replace(good, brief=dataclasses.replace(good.brief, name=name)), pairs)
+        check_briefs(dataclasses.replace(good, brief=dataclasses.replace(good.brief, name=name)), pairs, student)
 
 
 def test_a_divergence_is_known_once_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:

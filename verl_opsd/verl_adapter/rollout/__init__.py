@@ -10,6 +10,7 @@ from typing import Any
 
 EMBEDDED = "opsd_embedded"
 SCRIPTED = "opsd_scripted"
+OWN_BACKENDS = (EMBEDDED, SCRIPTED)
 
 
 def register_replica(module: ModuleType) -> None:

@@ -37,7 +37,8 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """``rollout.engine_kwargs.opsd``. ``threads=None``: all cores that this process may use."""
+    """``rollout.engine_kwargs.opsd``. ``threads=None``: the cores that this process may use but
+    one, which the agents' commands run on; a thread that waits for a busy core stalls all of them."""
 
     kv_cache_bytes: int = 2 << 30
     prefill_chunk: int = 512
@@ -97,7 +98,7 @@ class EmbeddedServer:
         self._open = asyncio.Event()
         self._open.set()
         self._reject = False
-        torch.set_num_threads(self.options.threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(self.options.threads or max(1, len(os.sched_getaffinity(0)) - 1))
         self.max_model_len = self._max_model_len()
         self._core = EngineCore(
             self._load_model(),

@@ -1,0 +1,190 @@
+"""Briefs before a run: missing, leaking and too long ones are refused; what is left out is recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from verl_opsd.config import OpsdConfig
+from verl_opsd.cooperbench.dataset import POCKET_DIR, load_subset
+from verl_opsd.errors import OpsdError
+from verl_opsd.models.tiny import ensure_tiny
+from verl_opsd.paths import cache_dir
+from verl_opsd.privilege import Section, compose, register_brief
+from verl_opsd.privilege import briefs as registry
+from verl_opsd.privilege.workflows import draft, file_name
+from verl_opsd.rundir import RunDir
+from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade, Sampling, TurnRecord
+from verl_opsd.verl_adapter import brief_checks
+from verl_opsd.verl_adapter.brief_checks import check_briefs, check_views, positions_of, record_briefs
+
+PAIRS = load_subset("pocket_train", POCKET_DIR)
+
+
+def config(brief: dict, context: int = 12288) -> OpsdConfig:
+    return OpsdConfig.parse(
+        {
+            "recipe": "opd",
+            "scale": "local",
+            "mode": "online",
+            "tasks": {"dataset": "pocket", "train": "pocket_train", "eval": "pocket_eval"},
+            "brief": brief,
+            "teacher": {},
+            "loss": {},
+            "contract": {"context_length": context, "max_tokens": 96},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def student() -> str:
+    return str(ensure_tiny(cache_dir() / "models"))
+
+
+def test_views_that_may_not_fit_are_refused_at_launch():
+    spec = {"name": "peer_spec"}
+    check_views(config(spec, 12288), 4096, 16384)
+    with pytest.raises(OpsdError, match=r"16385 tokens, 16384 fit.*\n.*\n.*lower the context length to 12287"):
+        check_views(config(spec, 12288), 4097, 16384)
+    check_views(config(spec, 12288), 10**9, None)
+    with pytest.raises(OpsdError, match="12388 tokens, 12000 fit"):
+        check_views(config(spec | {"max_view_tokens": 12000}, 12288), 100, 16384)
+    with pytest.raises(OpsdError, match="model of 16384 positions"):
+        check_views(config(spec | {"max_view_tokens": 16385}), 1, 16384)
+    with pytest.raises(OpsdError, match=r"without opsd\.brief\.max_view_tokens"):
+        check_views(config(spec | {"too_long": "leave_out"}), 1, 16384)
+    check_views(config(spec | {"too_long": "leave_out", "max_view_tokens": 12000}), 100, 16384)
+
+
+def test_the_scoring_model_decides(student, monkeypatch):
+    assert positions_of(student) == 16384
+    check_briefs(config({"name": "peer_spec"}), PAIRS, student)
+    monkeypatch.setattr(brief_checks, "positions_of", lambda path: 12300)
+    with pytest.raises(OpsdError, match="12300 fit"):
+        check_briefs(config({"name": "peer_spec"}), PAIRS, student)
+
+
+def test_a_leak_that_is_declared_as_guidance_stops_the_run(student, monkeypatch):
+    monkeypatch.setattr(registry, "_MAKERS", dict(registry._MAKERS))
+    register_brief(
+        "hinting", lambda case: compose(Section("h", "guidance", "The hidden tests assert the message."), name="hinting")
+    )
+    with pytest.raises(OpsdError, match="pocket_ledger_task/task1/f1_f2 agent1, declared guidance: leaks test_text"):
+        check_briefs(config({"name": "peer_spec+hinting"}), PAIRS, student)
+
+
+def test_code_of_the_base_tree_is_no_leak_of_a_patch(student, monkeypatch):
+    """A gold patch that adds what the tree holds elsewhere: the agent can read it."""
+    base = (POCKET_DIR / "pocket_ledger_task/task1/base/src/ledger/accounts.py").read_text()
+    words = "A ledger of accounts with whole-number amounts"
+    assert words in base
+    monkeypatch.setattr(registry, "_MAKERS", dict(registry._MAKERS))
+    register_brief("quote", lambda case: compose(Section("q", "guidance", words), name="quote"))
+    from verl_opsd.cooperbench import pair_briefs
+
+    patch = f"--- a/x.py\n+++ b/x.py\n@@ -1 +1,2 @@\n a\n+{words}\n"
+    monkeypatch.setattr(pair_briefs, "patch_of", lambda pair, feature, kind: patch)
+    check_briefs(config({"name": "quote"}), PAIRS[:1], student)
+    monkeypatch.setattr(pair_briefs, "patch_of", lambda pair, feature, kind: patch.replace(words, words + " and a number more"))
+    register_brief("quote2", lambda case: compose(Section("q", "guidance", words + " and a number more"), name="quote2"))
+    with pytest.raises(OpsdError, match="gold_text"):
+        check_briefs(config({"name": "quote2"}), PAIRS[:1], student)
+
+
+def test_every_training_pair_needs_its_workflow(student, tmp_path):
+    from verl_opsd.cooperbench.pair_briefs import patch_of
+
+    brief = {"name": "workflow", "files": str(tmp_path), "allow_answer": True}
+    for pair in PAIRS[1:]:
+        gold = [patch_of(pair, f, "gold") for f in pair.features]
+        (tmp_path / file_name(pair.key)).write_text(draft(pair.key, *gold))
+    with pytest.raises(OpsdError, match="1 pairs: pocket_ledger_task/task1/f1_f2"):
+        check_briefs(config(brief), PAIRS, student)
+    made = check_briefs(config(brief), PAIRS[1:], student)
+    assert len(made.briefs) == 2 * len(PAIRS[1:])
+    run = RunDir(tmp_path)
+    record_briefs(run, config(brief), made)
+    (line,) = map(json.loads, (tmp_path / "evidence.jsonl").read_text().splitlines())
+    assert (line["gate"], line["value"], line["threshold"]) == ("brief_audit", 0, None) and "leaks answer" in line["detail"]
+
+
+@pytest.mark.parametrize(
+    "brief", [{"name": "workflow"}, {"name": "peer_spec", "files": "x"}, {"name": "peer_spec", "too_long": "cut"}]
+)
+def test_options_that_would_be_ignored_are_refused(brief):
+    with pytest.raises(OpsdError, match=r"opsd\.brief"):
+        config(brief)
+
+
+def episode(student: str, patch: str, reply_tokens: int = 5, split: str = "train") -> tuple[Episode, object]:
+    """One scored episode: each agent answers once."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    reply = [*tokenizer.encode("ok" * reply_tokens, add_special_tokens=False)[:reply_tokens], tokenizer.eos_token_id]
+    turns = tuple(
+        TurnRecord(
+            "e", agent, 0, 0, 0, np.array(prompt, np.int32), np.array(reply, np.int32), np.zeros(len(reply), np.float32), "stop",
+            "policy", Sampling(1.0, 1.0, -1, 96), 0, "h", 0.0, 1.0,
+        )
+        for agent in ("agent1", "agent2")
+    )  # fmt: skip
+    grade = Grade("clean", None, {}, (FeatureGrade(1, False, 0, 1, 1), FeatureGrade(2, False, 0, 1, 1)))
+    pair = PAIRS[0]
+    outcomes = tuple(AgentOutcome(f"agent{i}", i, "Submitted", 1, p, 0, True) for i, p in ((1, patch), (2, "")))
+    return (
+        Episode("e", pair.repo, pair.task_id, pair.features, split, "h", "scored", turns, outcomes, grade, "none", 0),
+        tokenizer,
+    )
+
+
+def rows(opsd: OpsdConfig, made: Episode, tokenizer: object) -> list:
+    from verl_opsd.verl_adapter.agent_loop import episode_outputs
+
+    pair = dataclasses.replace(PAIRS[0], split=made.split)
+    return [o for o in episode_outputs(opsd, pair, made, tokenizer) if any(o.response_mask)]
+
+
+def evidence(path) -> list[tuple]:
+    lines = [json.loads(x) for x in (path / "evidence.jsonl").read_text().splitlines()]
+    return [(x["gate"], x["value"]) for x in lines]
+
+
+def test_branches_whose_view_is_too_long_are_left_out_and_recorded(student, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPSD_RUN_DIR", str(tmp_path))
+    made, tokenizer = episode(student, "")
+    full = rows(config({"name": "peer_spec"}), made, tokenizer)
+    assert len(full) == 2
+    longest = sorted(int(o.opsd_row["opsd_view_len"].max()) for o in full)
+    assert longest[0] < longest[1]
+    limited = {"name": "peer_spec", "max_view_tokens": longest[0], "too_long": "leave_out"}
+    assert len(rows(config(limited), made, tokenizer)) == 1
+    assert evidence(tmp_path) == [("view_too_long", 1)]
+    with pytest.raises(OpsdError, match="never truncated"):
+        rows(config(limited | {"too_long": "refuse"}), made, tokenizer)
+    assert (
+        rows(config(limited | {"max_view_tokens": 3}), made, tokenizer) == []
+    )  # the episode is there, with a row without loss
+
+
+def test_hindsight_gives_rows_to_agents_with_edits_only(student, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPSD_RUN_DIR", str(tmp_path))
+    patch = "--- a/x.py\n+++ b/x.py\n@@ -1 +1,2 @@\n a\n+b = 1\n"
+    made, tokenizer = episode(student, patch)
+    assert len(rows(config({"name": "hindsight_gold", "allow_answer": True}), made, tokenizer)) == 1
+    assert evidence(tmp_path) == [("no_brief", "agent2")]
+
+
+def test_evaluation_rows_carry_no_brief(student, tmp_path):
+    made, tokenizer = episode(student, "", split="eval")
+    for output in rows(config({"name": "gold_patch", "allow_answer": True}), made, tokenizer):
+        assert output.opsd_row["opsd_view_ids"].tolist() == [*output.prompt_ids, *output.response_ids]

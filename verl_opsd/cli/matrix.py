@@ -1,0 +1,104 @@
+"""``opsd teacher-matrix``: context x model outcomes with intervals, headroom, and the worth-distilling gate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from verl_opsd.errors import OpsdError
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``teacher-matrix``."""
+    p = subparsers.add_parser("teacher-matrix", help="which contexts are worth distilling; 1 when a gated one is not")
+    p.add_argument(
+        "table", type=Path, help="JSON file with cells, answer_free, tasks and noise; a cell may name a run directory"
+    )
+    p.add_argument(
+        "--gate", action="append", default=[], metavar="CONTEXT", help="gate this context; default: all, without exit code"
+    )
+    p.add_argument("--override", metavar="REASON", help="go on in spite of a refusal; the reason is recorded")
+    p.add_argument("--run", type=Path, help="run directory whose evidence.jsonl gets the verdicts")
+    p.set_defaults(func=teacher_matrix)
+
+
+def teacher_matrix(args: argparse.Namespace, console: Console | None = None) -> int:
+    """Prints the tables; 1 when a context of ``--gate`` is refused without ``--override``."""
+    from verl_opsd.rundir import RunDir
+    from verl_opsd.teachers.worth import BARE, headroom, worth
+
+    if args.override is not None and len(args.override.split()) < 3:
+        raise OpsdError(
+            f"--override {args.override!r}", "an override is recorded with its reason", "give the reason in a few words"
+        )
+    if (args.override is not None or args.run is not None) and not args.gate:
+        raise OpsdError("--override or --run without --gate", "a verdict is of a named context", "name it with --gate")
+    matrix = read_matrix(args.table)
+    console = console or Console()
+    table = Table("context", "model", "pairs", "95%", "features")
+    for context in matrix.contexts:
+        for model in ("student", "teacher"):
+            cell = matrix.cells.get((context, model))  # type: ignore[arg-type]
+            if cell is None:
+                table.add_row(context, model, "not measured", "", "")
+                continue
+            low, high = cell.pairs.interval
+            features = "" if cell.features is None else f"{cell.features.passed}/{cell.features.total}"
+            table.add_row(context, model, f"{cell.pairs.passed}/{cell.pairs.total}", f"{low:.0%} to {high:.0%}", features)
+    console.print(table)
+    for context in dict.fromkeys(t.context for t in matrix.tasks):
+        parts = headroom(t for t in matrix.tasks if t.context == context)
+        console.print(f"headroom under {context}: {', '.join(f'{n} {name}' for name, n in parts.items())}", soft_wrap=True)
+    code = 0
+    for context in args.gate or [c for c in matrix.contexts if c != BARE]:
+        conditions = worth(matrix, context)
+        passed = all(c.passed for c in conditions)
+        console.print(f"{context}: {'worth distilling' if passed else 'refused'}")
+        for c in conditions:
+            value = "" if c.value is None else f"; difference {c.value[0]:+.2f} (95% {c.value[1]:+.2f} to {c.value[2]:+.2f})"
+            console.print(f"  {'pass' if c.passed else 'FAIL'}  {c.name}: {c.detail}{value}", soft_wrap=True, highlight=False)
+        if args.run is not None:
+            failed = [c.name for c in conditions if not c.passed]
+            detail = f"{context}: {'; '.join(failed) or 'all conditions'}" + (
+                f"; overridden: {args.override}" if args.override else ""
+            )
+            RunDir(args.run).evidence("worth_distilling", len(conditions) - len(failed), len(conditions), passed, detail)
+        if args.gate and not passed and args.override is None:
+            code = 1
+    return code
+
+
+def read_matrix(path: Path) -> Any:
+    """The matrix of a file; cells that name a ``run`` get their counts from its evaluation episodes.
+
+    Raises:
+        OpsdError: no such file, no JSON, a run without scored evaluation episodes, or see ``teachers.worth.parse``.
+    """
+    from verl_opsd.teachers.worth import parse
+
+    try:
+        values = json.loads(path.read_text())
+        cells = [_measured(c, path.parent) if isinstance(c, dict) and "run" in c else c for c in values["cells"]]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise OpsdError(
+            f"{path}: {type(e).__name__}: {e}", "a teacher matrix is a JSON object with cells", "correct the file"
+        ) from e
+    return parse({**values, "cells": cells})
+
+
+def _measured(cell: dict[str, Any], base: Path) -> dict[str, Any]:
+    from verl_opsd.evaluation.report import standings
+    from verl_opsd.rundir import RunDir
+    from verl_opsd.tokens.store import EpisodeStore
+
+    run = RunDir((base / cell["run"]).expanduser())
+    if not run.episodes.is_dir():
+        raise OpsdError(f"{run.path} holds no episodes", "a cell's run is an evaluation run's directory", "correct the path")
+    found = standings(e for e in EpisodeStore(run.episodes).episodes() if e.split == "eval")
+    counts = {k: [found[k]["passed"], found[k]["total"]] for k in ("pairs", "features")}
+    return {**{k: v for k, v in cell.items() if k != "run"}, **counts}

@@ -1,0 +1,110 @@
+"""Briefs before a run: every pair has its own, none holds more than it declares, and every view fits the model that scores it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_opsd.config import OpsdConfig
+from verl_opsd.cooperbench.pair_briefs import base_tree, briefs_of, material, require_workflows
+from verl_opsd.cooperbench.types import PairTask
+from verl_opsd.errors import OpsdError
+from verl_opsd.privilege import Audit, Brief, NoBrief, audit, distinct_texts, require_answer_free
+from verl_opsd.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class MadeBriefs:
+    """The briefs of a run's pairs, their audits, and the tokens of the longest."""
+
+    briefs: tuple[Brief, ...]
+    audits: tuple[Audit, ...]
+    longest: int
+
+
+def check_briefs(opsd: OpsdConfig, pairs: list[PairTask], student_path: str) -> MadeBriefs:
+    """Makes and audits every agent's brief, so that one that is unknown, missing, forbidden, leaking or too long stops here.
+
+    Raises:
+        OpsdError: see :func:`verl_opsd.privilege.make_brief`, :func:`verl_opsd.privilege.require_answer_free`, :func:`check_views`.
+    """
+    from transformers import AutoTokenizer
+
+    if opsd.brief.files is not None:
+        require_workflows(pairs, opsd.brief.files)
+    made: list[Brief] = []
+    audits: list[Audit] = []
+    for pair in pairs:
+        for agent, brief in briefs_of(
+            pair, opsd.brief.name, allow_answer=opsd.brief.allow_answer, files=opsd.brief.files
+        ).items():
+            if isinstance(brief, NoBrief):
+                raise OpsdError(f"{pair.key}: no brief for {agent}", "every training state must have its brief", brief.way_out)
+            found = audit(brief, material(pair, agent))
+            if found.findings and not brief.allow_answer:  # what the base tree holds is no leak; it is read only now
+                found = audit(brief, material(pair, agent, base_tree(pair)))
+            require_answer_free(brief, found, f"{pair.key} {agent}")
+            made.append(brief)
+            audits.append(found)
+    tokenizer = AutoTokenizer.from_pretrained(student_path)
+    longest = max((len(b.ids(tokenizer)) for b in made), default=0)
+    scorer = opsd.teacher.path if opsd.teacher.kind == "device" else student_path
+    assert scorer is not None
+    check_views(opsd, longest, positions_of(scorer))
+    return MadeBriefs(tuple(made), tuple(audits), longest)
+
+
+def positions_of(path: str) -> int | None:
+    """Positions that a model was made for; None where its config does not say."""
+    from transformers import AutoConfig
+
+    positions: int | None = getattr(AutoConfig.from_pretrained(path).get_text_config(), "max_position_embeddings", None)
+    return positions
+
+
+def check_views(opsd: OpsdConfig, longest_brief: int, positions: int | None) -> None:
+    """Every view fits: a branch has at most ``contract.context_length`` tokens, its view the brief's more.
+
+    Args:
+        longest_brief: tokens of the longest brief. positions: of the model that scores the views; None: not known.
+
+    Raises:
+        OpsdError: ``max_view_tokens`` is more than the model's positions, or a view may be longer than either, unless such views are
+            left out (``opsd.brief.too_long=leave_out``, which then needs ``max_view_tokens``).
+    """
+    limit, context = opsd.brief.max_view_tokens, opsd.contract.context_length
+    if limit is not None and positions is not None and limit > positions:
+        raise OpsdError(
+            f"opsd.brief.max_view_tokens={limit} for a model of {positions} positions",
+            "a view is scored inside the positions that the model was made for",
+            f"set it to {positions} or less",
+        )
+    if opsd.brief.too_long == "leave_out" and limit is None:
+        raise OpsdError(
+            "opsd.brief.too_long=leave_out without opsd.brief.max_view_tokens",
+            "what is left out is stated as a number of tokens",
+            f"set max_view_tokens, e.g. to {positions}",
+        )
+    allowed = limit if limit is not None else positions
+    if opsd.brief.too_long == "refuse" and allowed is not None and context + longest_brief > allowed:
+        raise OpsdError(
+            f"opsd.contract.context_length={context} and a brief of {longest_brief} tokens: views of up to {context + longest_brief} "
+            f"tokens, {allowed} fit",
+            "a view is never truncated",
+            f"lower the context length to {allowed - longest_brief}, or leave long branches out: opsd.brief.too_long=leave_out "
+            f"opsd.brief.max_view_tokens={allowed}",
+        )
+
+
+def record_briefs(run: RunDir, opsd: OpsdConfig, made: MadeBriefs) -> None:
+    """Appends the audit to ``evidence.jsonl``; of answers the kind, never the text."""
+    verdicts = sorted({a.verdict for a in made.audits})
+    free = sum(a.answer_free for a in made.audits)
+    derivable = min((a.derivable for a in made.audits), default=1.0)
+    run.evidence(
+        "brief_audit",
+        free,
+        None if opsd.brief.allow_answer else len(made.audits),
+        True,
+        f"answer-free briefs of {opsd.brief.name} among {len(made.audits)} ({distinct_texts(made.briefs)} texts, at most {made.longest} "
+        f"tokens, least derivable share {derivable:.2f}); {'; '.join(verdicts)}",
+    )
