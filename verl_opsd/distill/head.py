@@ -60,7 +60,9 @@ class HeadTask:
         teacher: the teacher's signal at the same positions.
         teacher_weight_VH: the teacher's vocabulary weight; None: this head's own (``Signal.head_id == "student"``).
         coef_N: float32 final coefficient of each position's divergence.
-        anchor: the anchor's exact signal, always under this head's own weight.
+        anchor: the anchor's exact signal, of the student's own base.
+        anchor_weight_VH: its vocabulary weight where that is not this head's own any more (full-parameter training); None: this head's own
+            (``Signal.head_id == "student"``).
         anchor_coef_N: float32 final coefficient of each position's divergence from the anchor.
         loss: which divergence, support and weights.
         chunk: loss positions per chunk.
@@ -79,6 +81,7 @@ class HeadTask:
     teacher_weight_VH: Tensor | None = None
     coef_N: Tensor | None = None
     anchor: Signal | None = None
+    anchor_weight_VH: Tensor | None = None
     anchor_coef_N: Tensor | None = None
     loss: LossSpec = field(default_factory=LossSpec)
     chunk: int = 256
@@ -120,14 +123,20 @@ class HeadTask:
                 )
         elif self.teacher_weight_VH is not None:
             _refuse("teacher_weight_VH without an exact teacher", "only hidden states need a vocabulary weight")
-        if self.anchor is not None and self.anchor.head_id != "student":
-            _refuse(f"anchor under head {self.anchor.head_id!r}", "the anchor is the student's own base: 'student'")
-        vocab = weight_VH.shape[0]
-        if self.teacher_weight_VH is not None and self.teacher_weight_VH.shape[0] != vocab:
+        if self.anchor is not None and (self.anchor.head_id == "student") != (self.anchor_weight_VH is None):
             _refuse(
-                f"teacher vocabulary of {self.teacher_weight_VH.shape[0]} entries, student of {vocab}",
-                "student and teacher share one vocabulary, entry by entry",
+                f"anchor under head {self.anchor.head_id!r} {'with' if self.anchor_weight_VH is not None else 'without'} a weight",
+                "the anchor is the student's own base: head_id 'student', or another one with the base's anchor_weight_VH",
             )
+        if self.anchor is None and self.anchor_weight_VH is not None:
+            _refuse("anchor_weight_VH without an anchor", "only hidden states need a vocabulary weight")
+        vocab = weight_VH.shape[0]
+        for name, other_VH in (("teacher", self.teacher_weight_VH), ("anchor", self.anchor_weight_VH)):
+            if other_VH is not None and other_VH.shape[0] != vocab:
+                _refuse(
+                    f"{name} vocabulary of {other_VH.shape[0]} entries, student of {vocab}",
+                    "student and teacher share one vocabulary, entry by entry",
+                )
         if self.loss.support == "signal" and n:
             assert self.teacher is not None and self.teacher.ids_NK is not None and self.labels_N is not None
             support.check_ids(self.teacher.ids_NK, self.labels_N.to(self.teacher.ids_NK.device), vocab)

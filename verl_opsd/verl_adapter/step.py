@@ -25,12 +25,16 @@ TOKEN_VALUES = tuple(name.removesuffix("_N") for name in HeadResult.__dataclass_
 ROW_VALUES = ("coef", "class", "turn", "position")
 
 
-def loss_task(batch: TensorDict, loss: OpsdLoss, head_id: str, teacher_weight_VH: Tensor | None, ranks: int) -> HeadTask:
+#: Name (``Signal.head_id``) and weight [V, H] of a vocabulary head; None: the student's own.
+Head = tuple[str, Tensor | None]
+
+
+def loss_task(batch: TensorDict, loss: OpsdLoss, teacher: Head, reference: Head, ranks: int) -> HeadTask:
     """The head's task for a micro-batch.
 
     Args:
         batch: rows (``tokens.rows``) with ``opsd_signal`` (and ``opsd_base``), on the device.
-        head_id, teacher_weight_VH: vocabulary head under which ``opsd_signal`` is read; None: the student's own.
+        teacher, reference: vocabulary heads under which ``opsd_signal`` and ``opsd_base`` are read.
         ranks: data-parallel ranks; FSDP averages over them, so coefficients are multiplied by their number.
 
     Raises:
@@ -58,10 +62,11 @@ def loss_task(batch: TensorDict, loss: OpsdLoss, head_id: str, teacher_weight_VH
         kind="loss",
         index_N=layout_index([len(x) for x in ids], positions, packed),
         labels_N=torch.cat([x[p + 1] for x, p in zip(ids, positions, strict=True)]),
-        teacher=signal_of(batch, "opsd_signal", counts, head_id),
-        teacher_weight_VH=teacher_weight_VH,
+        teacher=signal_of(batch, "opsd_signal", counts, teacher[0]),
+        teacher_weight_VH=teacher[1],
         coef_N=flat(batch, "opsd_coef") * ranks,
-        anchor=signal_of(batch, "opsd_base", counts, "student") if loss.anchor else None,
+        anchor=signal_of(batch, "opsd_base", counts, reference[0]) if loss.anchor else None,
+        anchor_weight_VH=reference[1] if loss.anchor else None,
         anchor_coef_N=anchor_N * ranks if loss.anchor else None,
         loss=loss.spec,
         chunk=loss.chunk,

@@ -164,6 +164,11 @@ class OpsdTrainer(PPOTrainerSync):
             self._export_adapter(self.total_training_steps)
         write_report(self.run_dir, self.opsd)
 
+    def _load_checkpoint(self) -> None:
+        if not self.ref_in_actor:  # the reference of full-parameter training is what the model was before any training
+            self.actor_rollout_wg.opsd_keep_initial()
+        super()._load_checkpoint()
+
     def _save_checkpoint(self) -> None:
         self._export_adapter(self.global_steps)  # before verl's part, which marks the checkpoint as whole
         super()._save_checkpoint()

@@ -121,6 +121,26 @@ def case_anchor() -> dict:
     return out
 
 
+def case_anchor_full() -> dict:
+    """The anchor of full-parameter training: the frozen copy's hidden states under the frozen copy's head."""
+    out = {}
+    for name in ("untied", "tied"):
+        engine, base = build(name, False), reference_model(f"{MODELS}/{name}", False)
+        engine.prepare(INITIAL)
+        copy_into(base, engine)
+        set_params(engine, "weight", 0.12, seed=8)
+        student = reference_model(f"{MODELS}/{name}", False)
+        copy_into(student, engine)
+        rows = all_rows()
+        for i, row in enumerate(rows):
+            row["opsd_anchor"] = torch.rand(len(row["opsd_position"]), generator=torch.Generator().manual_seed(i)) / 10
+        want = eager(student, base, rows, False)
+        anchored = OpsdLoss(chunk=5, reference="initial", anchor=True)
+        got = one_step(engine, batch(mine(rows)), anchored, values=("anchor",))
+        out[name] = compare(got, want) | {"drift": sum(got["anchor"]) / len(got["anchor"])}
+    return out
+
+
 def case_sampled() -> dict:
     """Estimators from the sampled token alone, against their formulas."""
     engine = build("untied")

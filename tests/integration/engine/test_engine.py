@@ -19,6 +19,7 @@ BOTH = (
     "parity_device_lora",
     "device_control",
     "anchor",
+    "anchor_full",
     "kept",
     "sampled",
     "task_reward",
@@ -40,6 +41,7 @@ CASES = {
         "parity_lora_tied",
         "parity_full_untied",
         "parity_device_full",
+        "resumed_reference",
         "device_anchor",
         "adapters_off",
         "grouping",
@@ -129,6 +131,21 @@ def test_anchor_is_part_of_the_loss(measured: Any, world: int) -> None:
     found = measured(world, "anchor")
     assert found["loss"] < 1e-5 and found["grad"] < 1e-4 and found["missing"] == []
     assert "would vanish silently" in found["refused"]
+
+
+@each_world
+@pytest.mark.parametrize("model", ["untied", "tied"])
+def test_anchor_of_full_parameter_training_is_the_initial_model(measured: Any, world: int, model: str) -> None:
+    found = measured(world, "anchor_full")[model]
+    assert found["drift"] > 1e-2
+    assert found["loss"] < 1e-5 and found["grad"] < 1e-4 and found["missing"] == []
+
+
+def test_reference_after_a_resume_is_the_model_before_any_training(measured: Any) -> None:
+    found = measured(1, "resumed_reference")
+    assert found["moved"] > 1e-2 and found["loaded"] < 1e-6  # training changed the weights, and they were loaded
+    assert found["reference"] < 1e-6
+    assert "weights have moved" in found["late"]
 
 
 @each_world
@@ -324,7 +341,6 @@ REFUSED = {
     "lm_head": "leave lm_head out",
     "fused": "use_fused_kernels=false",
     "adapter_off": "reference=initial",
-    "anchor": "switch the anchor off",
     "unscored": "train_mini_batch",
     "other_length": "one hidden state",
     "other_token": "is scored against",

@@ -164,7 +164,7 @@ def eager(student: Any, teacher: Any, rows: list[dict], lora: bool) -> dict:
                 other = [
                     teacher(input_ids=p[None]).logits[0] for p in row["opsd_view_ids"].split(row["opsd_view_len"].tolist())
                 ]
-                base = own
+                base = teacher(input_ids=row["input_ids"][None]).logits[0]
         s = own[row["opsd_position"]].log_softmax(-1)
         t = torch.cat(other)[row["opsd_view_pos"]].log_softmax(-1)
         b = base[row["opsd_position"]].log_softmax(-1).detach()
