@@ -21,6 +21,7 @@ from verl_opsd.distill.head import HeadTask, LossPositionHead
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.rows import FLOAT_FIELDS, padding_fields
+from verl_opsd.verl_adapter import ulysses
 from verl_opsd.verl_adapter.engine import OpsdEngine
 from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged
@@ -69,7 +70,7 @@ def startup_checks(engine: OpsdEngine, loss: OpsdLoss) -> list[Check]:
     vocabulary            the tokenizer has no id that the head can't predict
     adapters_bound        number of adapter tensors (with an adapter)
     adapters_fp32         adapter tensors that are not float32 (with an adapter)
-    sequence_parallel     its size; distillation needs 1
+    sequence_parallel     its size; above 1 the attention is one that sees whole sequences under it
     """
     engine.prepare(loss)
     out = [_check("head", isinstance(engine.head, LossPositionHead), 1, isinstance(engine.head, LossPositionHead))]
@@ -89,7 +90,8 @@ def startup_checks(engine: OpsdEngine, loss: OpsdLoss) -> list[Check]:
         out.append(_check("adapters_bound", len(adapters), 1, len(adapters) >= 1, "tensors"))
         out.append(_check("adapters_fp32", narrow, 0, narrow == 0, "tensors in another dtype"))
     sp = engine.ulysses_sequence_parallel_size
-    out.append(_check("sequence_parallel", sp, 1, sp == 1))
+    right = sp == 1 or ulysses.is_right(engine.model_config.hf_config._attn_implementation)
+    out.append(_check("sequence_parallel", sp, sp, right, "ranks a sequence, under an attention that exchanges heads"))
     return out
 
 
@@ -102,7 +104,7 @@ def _head_error(engine: OpsdEngine) -> float:
     index_N, one_N = torch.arange(18, device=device), torch.ones(18, device=device)
     task = HeadTask("loss", index_N, labels_N=labels_N, teacher=uniform, coef_N=one_N)
     with engine.frozen():
-        loss = engine.run(inputs, task).sum()
+        loss = engine.over_sequence(engine.run(inputs, task).sum())
         logits_NV = engine.run(inputs)[0, :-1].float()
     assert task.result is not None
     theirs_N = logits_NV.log_softmax(-1).gather(-1, labels_N[:, None])[:, 0]
@@ -113,8 +115,8 @@ def _head_error(engine: OpsdEngine) -> float:
 
 
 def _forward_spread(engine: OpsdEngine, loss: OpsdLoss) -> int:
-    """Scores as many rows as the rank's number + 1; most minus fewest forwards over ranks."""
-    n = dist.get_rank() + 1
+    """Scores as many rows as the data-parallel rank's number + 1; most minus fewest forwards over ranks."""
+    n = engine.get_data_parallel_rank() + 1
     ids = torch.arange(7) % engine.head.out_features
     row = padding_fields(ids) | {k: torch.tensor([2]) for k in ("opsd_position", "opsd_class", "opsd_turn", "opsd_view_pos")}
     row |= {k: torch.zeros(1) for k in FLOAT_FIELDS} | {

@@ -24,11 +24,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
+from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_opsd.distill.head import HeadTask, LossPositionHead, install_head
 from verl_opsd.errors import OpsdError
+from verl_opsd.verl_adapter import ulysses
 from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import Pass, group_passes, jagged, layout_index, own_passes, rows_of, view_passes
 from verl_opsd.verl_adapter.step import Head, kept_coefficient, loss_task, metrics_of, task_reward_loss, values_by_row
@@ -55,6 +57,9 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
             m._disable_adapters = was
 
 
+ulysses.register()
+
+
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device="cuda", vendor="opsd")
 class OpsdEngine(FSDPEngineWithLMHead):
     """See the head of this file. Methods that run the model are collective: every rank calls them in the same order."""
@@ -67,11 +72,11 @@ class OpsdEngine(FSDPEngineWithLMHead):
                 "set actor_rollout_ref.actor.strategy=fsdp2 (engine.strategy=fsdp2 for SFT)",
             )
         sp, attention = engine_config.ulysses_sequence_parallel_size, model_config.hf_config._attn_implementation
-        if sp > 1 and not str(attention).startswith("flash_attention"):
+        if sp > 1 and not ulysses.is_right(attention):
             raise OpsdError(
                 f"ulysses_sequence_parallel_size={sp} with attn_implementation={attention}",
                 "verl's sequence parallelism exchanges heads in flash attention only; others give wrong values silently",
-                "set ulysses_sequence_parallel_size=1, or use flash_attention_2",
+                f"set ulysses_sequence_parallel_size=1, or use flash_attention_2 or {ulysses.ATTENTION}",
             )
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self._forget()
@@ -81,6 +86,9 @@ class OpsdEngine(FSDPEngineWithLMHead):
         self.optimizer_steps = 0
         self.layout_error: float | None = None  # set by measure_layout
         self._prepared: OpsdLoss | None = None
+        self.mine_N = torch.zeros(
+            0, dtype=torch.bool
+        )  # with sequence parallelism, positions of this rank in the last loss task
         self._kept = torch.zeros(())  # sum of kept coefficients of this rank's micro-batches of a step
         self._moved = False  # whether the weights are no longer those that were loaded
         self._initial: list[Tensor] | None = None
@@ -122,12 +130,6 @@ class OpsdEngine(FSDPEngineWithLMHead):
         """
         if loss == self._prepared:
             return
-        if self.use_ulysses_sp:
-            raise OpsdError(
-                f"distillation with ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}",
-                "a loss position's student and teacher hidden states must be on one rank",
-                "set ulysses_sequence_parallel_size=1",
-            )
         if self.model_config.use_fused_kernels:
             raise OpsdError(
                 "distillation with model.use_fused_kernels=true",
@@ -259,10 +261,42 @@ class OpsdEngine(FSDPEngineWithLMHead):
     def run(self, inputs: TensorDict, task: HeadTask | None = None) -> Tensor:
         """The model's logits for verl's inputs, on the device; with a task what the head returns for it.
 
+        With sequence parallelism a ``loss`` task gives this rank's part of the sum, and its log-probabilities and entropy are of the
+        positions ``self.mine_N``; everything else is gathered.
+
         Raises:
             OpsdError: the model does not return its head's output as it is.
         """
-        model_inputs, _ = self.prepare_model_inputs(micro_batch=inputs)
+        if not self.use_ulysses_sp:
+            return self._run(self.prepare_model_inputs(micro_batch=inputs)[0], task)
+        group, before = self.ulysses_parallel_group, get_ulysses_sequence_parallel_group()
+        set_ulysses_sequence_parallel_group(group)  # verl's preparation slices by it, and attention exchanges within it
+        try:
+            model_inputs = self.prepare_model_inputs(micro_batch=inputs)[0]
+            length = model_inputs["input_ids"].shape[1]
+            if hasattr(self.module.config, "vision_config"):  # a multimodal model slices its inputs itself
+                length //= self.ulysses_sequence_parallel_size
+            if task is None:
+                return ulysses.gathered_logits(self._run(model_inputs, None), inputs["input_ids"].values().numel(), group)
+            part, self.mine_N = ulysses.local_task(task, dist.get_rank(group) * length, length)
+            out = self._run(model_inputs, part)
+            if task.kind == "score":
+                return ulysses.gathered(out[0], self.mine_N, group)[None]
+            assert part.result is not None
+            task.result = ulysses.gathered_result(part.result, self.mine_N, group)
+            task.log_probs_N, task.entropy_N = part.log_probs_N, part.entropy_N
+            return out
+        finally:
+            set_ulysses_sequence_parallel_group(before)
+
+    def over_sequence(self, part: Tensor) -> Tensor:
+        """The sum of a loss task's parts over the ranks that share a sequence, detached."""
+        whole = part.detach().clone()
+        if self.use_ulysses_sp:
+            dist.all_reduce(whole, group=self.ulysses_parallel_group)
+        return whole
+
+    def _run(self, model_inputs: dict[str, Any], task: HeadTask | None) -> Tensor:
         mixed = self._autocast_dtype != torch.float32
         self.head.task = task
         self.forwards += 1
@@ -433,13 +467,15 @@ class OpsdEngine(FSDPEngineWithLMHead):
         loss = self.run(batch, task).sum()
         assert task.result is not None
         if loss_function.task_reward is not None:
-            loss = loss + task_reward_loss(batch, task, loss_function.task_reward, self.get_data_parallel_size())
+            clip, ranks = loss_function.task_reward, self.get_data_parallel_size()
+            loss = loss + task_reward_loss(batch, task, clip, ranks, self.mine_N if self.use_ulysses_sp else None)
         if loss_function.divide_by_kept:
             assert loss_function.kept_above is not None
             self._kept += kept_coefficient(batch, task.result, loss_function.kept_above)
         metrics = metrics_of(batch, task.result, self.optimizer_steps)
         output = values_by_row(batch, task.result) if forward_only else {}
-        return loss, {"model_output": output, "loss": loss.detach().item(), "metrics": metrics}
+        record = {"model_output": output, "loss": self.over_sequence(loss).item(), "metrics": metrics}
+        return loss * self.ulysses_sequence_parallel_size, record  # FSDP averages over the sequence-parallel ranks too
 
     def optimizer_step(self) -> float:
         """verl's step; a non-finite gradient stops every rank before a parameter has changed.

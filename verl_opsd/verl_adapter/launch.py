@@ -121,7 +121,7 @@ def _verl_contradictions(config: DictConfig, opsd: OpsdConfig) -> None:
             actor.ulysses_sequence_parallel_size > 1 and model.override_config.get("attn_implementation") == "sdpa",
             f"actor.ulysses_sequence_parallel_size={actor.ulysses_sequence_parallel_size} with sdpa",
             "sequence parallelism with plain SDPA gives wrong probabilities in silence",
-            "set it to 1 or use flash attention",
+            "set it to 1, or use flash_attention_2 or ulysses_sdpa",
         ),
         (opsd.mode == "offline" and not opsd.corpus, "no corpus", "offline training reads a stored corpus", "corpus=RUN_DIR"),
         (opsd.mode != "offline" and bool(opsd.corpus), f"opsd.corpus={opsd.corpus}", "only offline reads it", "remove it"),

@@ -75,10 +75,18 @@ def loss_task(batch: TensorDict, loss: OpsdLoss, teacher: Head, reference: Head,
     )
 
 
-def task_reward_loss(batch: TensorDict, task: HeadTask, clip: PpoClip, ranks: int) -> Tensor:
-    """PPO's term of a micro-batch, 0-d; ``ranks`` as in :func:`loss_task`."""
+def task_reward_loss(batch: TensorDict, task: HeadTask, clip: PpoClip, ranks: int, mine_N: Tensor | None) -> Tensor:
+    """PPO's term of a micro-batch, 0-d.
+
+    Args:
+        ranks: as in :func:`loss_task`.
+        mine_N: positions that ``task.log_probs_N`` covers; None: all.
+    """
     assert task.log_probs_N is not None
-    return ppo_loss(task.log_probs_N, flat(batch, "opsd_behaviour"), flat(batch, "opsd_reward") * ranks, clip)
+    behaviour_N, reward_N = flat(batch, "opsd_behaviour"), flat(batch, "opsd_reward") * ranks
+    if mine_N is not None:
+        behaviour_N, reward_N = behaviour_N[mine_N], reward_N[mine_N]
+    return ppo_loss(task.log_probs_N, behaviour_N, reward_N, clip)
 
 
 def kept_coefficient(batch: TensorDict, result: HeadResult, above: float) -> Tensor:

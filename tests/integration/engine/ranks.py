@@ -39,9 +39,10 @@ def configs(
     **more: Any,
 ) -> tuple[Any, Any, Any, Any]:
     fsdp = {k: more.pop(k) for k in ("strategy", "ulysses_sequence_parallel_size") if k in more}
+    attention = more.pop("attention", "sdpa")
     mc = HFModelConfig(
         path=f"{MODELS}/{model}",
-        override_config={"attn_implementation": "sdpa"},
+        override_config={"attn_implementation": attention},
         lora_rank=4 if lora else 0,
         lora_alpha=8,
         use_remove_padding=packed,

@@ -22,6 +22,7 @@ import cases_numbers
 import cases_parity
 import cases_recorded
 import cases_scoring
+import cases_sequence
 import cases_workers
 import torch
 import torch.distributed as dist
@@ -36,7 +37,16 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=RANK, world_size=WORLD, timeout=timedelta(seconds=60))
     select_engine()
-    modules = (cases_parity, cases_scoring, cases_controls, cases_numbers, cases_workers, cases_device, cases_recorded)
+    modules = (
+        cases_parity,
+        cases_scoring,
+        cases_controls,
+        cases_numbers,
+        cases_workers,
+        cases_device,
+        cases_sequence,
+        cases_recorded,
+    )
     cases = {k.removeprefix("case_"): v for m in modules for k, v in vars(m).items() if k.startswith("case_")}
     results: dict[str, Any] = {}
     for name in sys.argv[6:]:

@@ -42,6 +42,7 @@ CASES = {
         "parity_full_untied",
         "parity_device_full",
         "resumed_reference",
+        "sequence_whole",
         "device_anchor",
         "adapters_off",
         "grouping",
@@ -53,7 +54,7 @@ CASES = {
         "refusals",
         "own_path",
     ),
-    2: BOTH,
+    2: (*BOTH, "sequence_parallel"),
 }
 each_world = pytest.mark.parametrize("world", [1, 2])
 
@@ -209,6 +210,29 @@ def test_masked_positions_have_no_gradient(measured: Any, world: int) -> None:
     found = measured(world, "masked")
     assert found["nonzero"] == 0 and found["loss"] == 0 and found["tensors"] == 42
     assert found["one"] > 0
+
+
+# ---- sequence parallelism ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", ["micro1", "micro2", "dynamic"])
+@pytest.mark.parametrize("model", ["untied-True", "tied-False"])
+def test_two_ranks_that_share_every_sequence_give_the_eager_loss(measured: Any, model: str, setting: str) -> None:
+    found = measured(2, "sequence_parallel")[f"{model}-{setting}"]
+    assert found["missing"] == [] and found["mean"] > 0.1
+    assert found["loss"] < 1e-5 and found["divergence"] < 1e-5 and found["grad"] < 1e-4
+
+
+@pytest.mark.parametrize("term", ["kept", "reward"])
+def test_sequence_parallel_size_changes_no_term_of_the_loss(measured: Any, term: str) -> None:
+    two, one = measured(2, "sequence_parallel")[term], measured(1, "sequence_whole")[term]
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5) and two["norm"] == pytest.approx(one["norm"], rel=1e-5)
+
+
+def test_sequence_parallel_ranks_split_the_loss_positions(measured: Any) -> None:
+    found = measured(2, "sequence_parallel")
+    assert sum(found["split"]["each"]) == found["split"]["all"] and min(found["split"]["each"]) > 0
+    assert found["checks"]["sequence_parallel"] == 2 and found["checks"]["layout"] < 1e-4
 
 
 # ---- a device teacher --------------------------------------------------------------------------------------------------
