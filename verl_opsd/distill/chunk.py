@@ -6,6 +6,7 @@ slots of a support, J = K + 1 outcomes (the last one is the tail). Signals keep 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from verl_opsd.distill import dense, divergence, support
-from verl_opsd.distill.loss import ANALYTIC, LossSpec
+from verl_opsd.distill.loss import ANALYTIC, Analytic, LossSpec
 from verl_opsd.distill.signal import Signal
 from verl_opsd.distill.weights import TokenValues, Weight, product
 
@@ -145,6 +146,12 @@ def _dense_reverse_kl(chunk: ChunkInput, spec: LossSpec, student_CV: Tensor) -> 
     return out
 
 
+@functools.cache
+def _fused(function: Analytic, cuda: bool) -> Analytic:
+    """On a GPU the elementwise terms and their gradient as a few kernels instead of a hundred passes over memory."""
+    return torch.compile(function) if cuda else function
+
+
 def _by_autograd(chunk: ChunkInput, spec: LossSpec, student_CV: Tensor) -> ChunkOutput:
     """Any other divergence: autograd from the divergence to the log-probabilities, by hand from there to the logits."""
     logp_CV = torch.log_softmax(student_CV, dim=-1)
@@ -171,7 +178,7 @@ def _by_autograd(chunk: ChunkInput, spec: LossSpec, student_CV: Tensor) -> Chunk
                     ids_CK = _support(chunk, spec, signal, logp_CV, logq_CV)
                 p_CJ = leaf_CV if ids_CK is None else support.with_tail(leaf_CV, ids_CK)
                 q_CJ = _outcomes(chunk, signal, logq_CV, ids_CK)
-                value_C = ANALYTIC[spec.divergence](p_CJ, q_CJ, spec)
+                value_C = _fused(ANALYTIC[spec.divergence], leaf_CV.is_cuda)(p_CJ, q_CJ, spec)
                 if signal is chunk.teacher:
                     one_C = torch.ones_like(value_C)
                     out.coverage_student_C = one_C if ids_CK is None else support.coverage(p_CJ.detach())
