@@ -87,6 +87,10 @@ class LossConfig:
         max_log_ratio: of policy_gradient and k3, clip of the log-ratio in nats; null stops the run where exp would overflow.
         reduction: token, turn, branch or episode mean over the rows of one optimizer step.
         anchor: weight of the same divergence to the student's own base; 0 turns it off.
+        task_reward_coef: weight of PPO's clipped term with the episodes' reward (``actor.clip_ratio_low``, ``_high``, ``_c`` are its
+            bounds); the advantage is the reward minus the mean of the round's other episodes. 0 turns it off.
+        drift: measure the divergence from the student's own base at every policy position (for one more pass over the student's
+            ids a round); an anchor does so anyway.
         threshold: keep only positions whose detached divergence is above a number of nats (:class:`ThresholdConfig`).
         gate: surprisal gate sigmoid(kappa * (log pS - gamma)); enters no denominator.
         clip: largest absolute weight of a position's pull; see ``distill.weights.Clip``.
@@ -109,6 +113,8 @@ class LossConfig:
     max_log_ratio: float | None = None
     reduction: Literal["token", "turn", "branch", "episode"] = "token"
     anchor: float = 0.0
+    task_reward_coef: float = 0.0
+    drift: bool = False
     threshold: ThresholdConfig | None = None
     gate: GateConfig | None = None
     clip: float | None = None
@@ -372,15 +378,18 @@ def _contradictions(c: OpsdConfig) -> None:
         if value is not None and not value > 0:
             refuse(f"opsd.loss.{name}={value}", "a half-life is above 0 tokens", "raise it, or leave it out (null)")
     t = c.loss.threshold
-    if c.loss.spec().sampled:
+    if c.loss.task_reward_coef < 0:
+        refuse(f"opsd.loss.task_reward_coef={c.loss.task_reward_coef}", "a weight is at least 0", "0 turns the term off")
+    if c.loss.spec().sampled or c.loss.task_reward_coef > 0:
         sampling = (c.contract.temperature, c.contract.top_p, c.contract.top_k)
         if sampling != (1.0, 1.0, -1):
             refuse(
-                f"opsd.loss.divergence={c.loss.divergence} with temperature={sampling[0]} top_p={sampling[1]} top_k={sampling[2]}",
+                f"opsd.loss divergence={c.loss.divergence} task_reward_coef={c.loss.task_reward_coef} with temperature={sampling[0]} "
+                f"top_p={sampling[1]} top_k={sampling[2]}",
                 "an estimator from sampled tokens is an expectation over the policy's own, whole distribution",
                 "sample at temperature 1 without top_p and top_k, or use a divergence over the vocabulary, which needs neither",
             )
-        if t is not None:
+        if t is not None and c.loss.spec().sampled:
             refuse(
                 f"opsd.loss.threshold with divergence={c.loss.divergence}",
                 "one token's estimate may be of either sign: a threshold on it keeps tokens by luck",
@@ -389,11 +398,14 @@ def _contradictions(c: OpsdConfig) -> None:
     if t is not None:
         if t.above < 0:
             refuse(f"opsd.loss.threshold.above={t.above}", "divergences are at least 0", "set it to 0 or more")
-        if (t.taken, t.denominator) == ("current", "kept") and (c.loss.reduction != "token" or c.loss.anchor > 0):
+        if (t.taken, t.denominator) == ("current", "kept") and (
+            c.loss.reduction != "token" or c.loss.anchor > 0 or c.loss.task_reward_coef > 0
+        ):
             refuse(
-                f"opsd.loss.threshold taken=current denominator=kept with reduction={c.loss.reduction} anchor={c.loss.anchor}",
+                f"opsd.loss.threshold taken=current denominator=kept with reduction={c.loss.reduction} anchor={c.loss.anchor} "
+                f"task_reward_coef={c.loss.task_reward_coef}",
                 "what the current weights keep is known after a step's last micro-batch: its whole gradient is divided by one number",
-                "use threshold.taken=collection or threshold.denominator=all, or reduction=token without an anchor",
+                "use threshold.taken=collection or threshold.denominator=all, or reduction=token without an anchor or a task reward",
             )
     if not c.loss.turn_kinds:
         refuse("opsd.loss.turn_kinds=[]", "some kind of turn carries the loss", "name policy, malformed or both")

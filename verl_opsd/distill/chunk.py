@@ -33,6 +33,7 @@ class ChunkInput:
     teacher_weight_VH: Tensor
     coef_C: Tensor | None
     anchor: Signal | None
+    anchor_weight_VH: Tensor
     anchor_coef_C: Tensor | None
     behaviour_logprob_C: Tensor | None
     dtype: torch.dtype
@@ -62,6 +63,7 @@ class ChunkInput:
             teacher_weight_VH=weight_VH if task.teacher_weight_VH is None else task.teacher_weight_VH.detach(),
             coef_C=row(task.coef_N, dtype),
             anchor=part(task.anchor),
+            anchor_weight_VH=weight_VH if task.anchor_weight_VH is None else task.anchor_weight_VH.detach(),
             anchor_coef_C=row(task.anchor_coef_N, dtype),
             behaviour_logprob_C=row(task.behaviour_logprob_N, dtype),
             dtype=dtype,
@@ -140,7 +142,7 @@ def _dense_reverse_kl(chunk: ChunkInput, spec: LossSpec, student_CV: Tensor) -> 
         term(chunk.teacher, chunk.teacher_weight_VH, chunk.coef_C, spec.weights)
     if chunk.anchor is not None:
         assert chunk.anchor_coef_C is not None
-        term(chunk.anchor, chunk.weight_VH, chunk.anchor_coef_C, ())
+        term(chunk.anchor, chunk.anchor_weight_VH, chunk.anchor_coef_C, ())
     return out
 
 
@@ -194,7 +196,7 @@ def _by_autograd(chunk: ChunkInput, spec: LossSpec, student_CV: Tensor) -> Chunk
         out.divergence_C = term(chunk.teacher, chunk.teacher_weight_VH, chunk.coef_C, spec.weights)
     if chunk.anchor is not None:
         assert chunk.anchor_coef_C is not None
-        out.anchor_C = term(chunk.anchor, chunk.weight_VH, chunk.anchor_coef_C, ())
+        out.anchor_C = term(chunk.anchor, chunk.anchor_weight_VH, chunk.anchor_coef_C, ())
     if grad_CV is not None:
         through_CV = grad_CV - logp_CV.exp() * grad_CV.sum(-1, keepdim=True)
         used_C1 = (grad_CV != 0).any(-1, keepdim=True)

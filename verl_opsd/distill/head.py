@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from verl_opsd.distill import support
-from verl_opsd.distill.chunk import ChunkInput, ChunkOutput, chunk_loss
+from verl_opsd.distill.chunk import ChunkInput, ChunkOutput, chunk_loss, logits
 from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
@@ -26,7 +26,7 @@ from verl_opsd.errors import OpsdError
 
 @dataclass(frozen=True)
 class HeadResult:
-    """Detached per-token values, float32[N] each. NaN marks what the task or the form of its signal does not tell.
+    """Detached per-token values, float32[N] each (float64 under a float64 weight). NaN marks what the task or the form of its signal does not tell.
 
     Attributes:
         divergence_N: the divergence from the teacher, before weights and coefficients; nats.
@@ -60,13 +60,18 @@ class HeadTask:
         teacher: the teacher's signal at the same positions.
         teacher_weight_VH: the teacher's vocabulary weight; None: this head's own (``Signal.head_id == "student"``).
         coef_N: float32 final coefficient of each position's divergence.
-        anchor: the anchor's exact signal, always under this head's own weight.
+        anchor: the anchor's exact signal, of the student's own base.
+        anchor_weight_VH: its vocabulary weight where that is not this head's own any more (full-parameter training); None: this head's own
+            (``Signal.head_id == "student"``).
         anchor_coef_N: float32 final coefficient of each position's divergence from the anchor.
         loss: which divergence, support and weights.
         chunk: loss positions per chunk.
         behaviour_logprob_N: float32 log-probabilities of the sampled tokens under the policy that sampled them; for the
             policy-gradient form only.
+        policy: also fill ``log_probs_N`` and ``entropy_N``, so that a term of them (PPO, GRPO) can be added to the loss. Their
+            backward makes the logits once more, chunk by chunk.
         result: filled by the forward of a ``loss`` task.
+        log_probs_N, entropy_N: filled when ``policy``: of the sampled tokens and of the student's distribution, with gradient; nats.
     """
 
     kind: Literal["score", "loss"]
@@ -76,11 +81,15 @@ class HeadTask:
     teacher_weight_VH: Tensor | None = None
     coef_N: Tensor | None = None
     anchor: Signal | None = None
+    anchor_weight_VH: Tensor | None = None
     anchor_coef_N: Tensor | None = None
     loss: LossSpec = field(default_factory=LossSpec)
     chunk: int = 256
     behaviour_logprob_N: Tensor | None = None
+    policy: bool = False
     result: HeadResult | None = None
+    log_probs_N: Tensor | None = None
+    entropy_N: Tensor | None = None
 
     def check(self, weight_VH: Tensor) -> None:
         """Refuses a task that contradicts itself or the head.
@@ -114,14 +123,20 @@ class HeadTask:
                 )
         elif self.teacher_weight_VH is not None:
             _refuse("teacher_weight_VH without an exact teacher", "only hidden states need a vocabulary weight")
-        if self.anchor is not None and self.anchor.head_id != "student":
-            _refuse(f"anchor under head {self.anchor.head_id!r}", "the anchor is the student's own base: 'student'")
-        vocab = weight_VH.shape[0]
-        if self.teacher_weight_VH is not None and self.teacher_weight_VH.shape[0] != vocab:
+        if self.anchor is not None and (self.anchor.head_id == "student") != (self.anchor_weight_VH is None):
             _refuse(
-                f"teacher vocabulary of {self.teacher_weight_VH.shape[0]} entries, student of {vocab}",
-                "student and teacher share one vocabulary, entry by entry",
+                f"anchor under head {self.anchor.head_id!r} {'with' if self.anchor_weight_VH is not None else 'without'} a weight",
+                "the anchor is the student's own base: head_id 'student', or another one with the base's anchor_weight_VH",
             )
+        if self.anchor is None and self.anchor_weight_VH is not None:
+            _refuse("anchor_weight_VH without an anchor", "only hidden states need a vocabulary weight")
+        vocab = weight_VH.shape[0]
+        for name, other_VH in (("teacher", self.teacher_weight_VH), ("anchor", self.anchor_weight_VH)):
+            if other_VH is not None and other_VH.shape[0] != vocab:
+                _refuse(
+                    f"{name} vocabulary of {other_VH.shape[0]} entries, student of {vocab}",
+                    "student and teacher share one vocabulary, entry by entry",
+                )
         if self.loss.support == "signal" and n:
             assert self.teacher is not None and self.teacher.ids_NK is not None and self.labels_N is not None
             support.check_ids(self.teacher.ids_NK, self.labels_N.to(self.teacher.ids_NK.device), vocab)
@@ -138,8 +153,11 @@ class HeadTask:
             _refuse("a teacher with a signal or coefficients only", "a signal and its coefficients come together")
         elif self.teacher is None and self.anchor is None:
             _refuse("a loss task with neither teacher nor anchor", "there is nothing to measure a divergence from")
-        if self.loss.needs_labels and self.labels_N is None:
-            _refuse(f"{name} with support {self.loss.support} without labels_N", "it needs the sampled tokens")
+        if (self.loss.needs_labels or self.policy) and self.labels_N is None:
+            _refuse(
+                f"{name} with support {self.loss.support}, policy={self.policy}, without labels_N",
+                "it needs the sampled tokens",
+            )
         if (self.behaviour_logprob_N is not None) != (name == "policy_gradient"):
             _refuse(f"behaviour_logprob_N and divergence {name}", "policy_gradient needs it, and nothing else uses it")
         if (self.loss.support == "signal") != (form == "support" and not self.loss.sampled):
@@ -178,12 +196,19 @@ class LossPositionHead(nn.Linear):
         with torch.autocast(x.device.type, enabled=False):
             flat_MH = x.reshape(-1, x.shape[-1])
             loss, *values = _ChunkedLoss.apply(flat_MH, self.weight, task, torch.is_grad_enabled())
-        task.result = HeadResult(**dict(zip((f.name for f in fields(HeadResult)), values, strict=True)))
+        named = dict(zip(_VALUES, values, strict=True))
+        task.result = HeadResult(**{k: v.detach() for k, v in named.items()})
+        if task.policy:
+            task.log_probs_N, task.entropy_N = named["student_logprob_N"], named["entropy_N"]
         return loss.reshape(1, 1, 1)
 
 
+_VALUES = tuple(f.name for f in fields(HeadResult))
+
+
 class _ChunkedLoss(torch.autograd.Function):
-    """Sum over chunks of the weighted divergences; gradients are made in forward, and scaled in backward."""
+    """Sum over chunks of the weighted divergences; gradients are made in forward, and scaled in backward. Those of log-probabilities
+    and entropy, which depend on what follows, are made in backward."""
 
     @staticmethod
     def forward(ctx: Any, flat_MH: Tensor, weight_VH: Tensor, task: HeadTask, grad_enabled: bool) -> Any:
@@ -192,10 +217,9 @@ class _ChunkedLoss(torch.autograd.Function):
         n = task.index_N.numel()
         device = weight_VH.device
         dtype = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
-        weight_VH = weight_VH.detach()
+        given_VH, weight_VH = weight_VH, weight_VH.detach()
         total = torch.zeros((), dtype=dtype, device=device)
-        names = [f.name for f in fields(HeadResult)]
-        values = {k: torch.full((n,), torch.nan, dtype=torch.float32, device=device) for k in names}
+        values = {k: torch.full((n,), torch.nan, dtype=dtype, device=device) for k in _VALUES}
         grad_hidden_NH = weight_VH.new_zeros(n, weight_VH.shape[1]) if need_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if need_weight else None
         index_N = task.index_N.to(device)
@@ -205,10 +229,10 @@ class _ChunkedLoss(torch.autograd.Function):
             chunk = ChunkInput.cut(task, rows, hidden_CH, weight_VH, dtype, need_hidden or need_weight)
             out: ChunkOutput = chunk_loss(chunk, task.loss)
             total += out.loss
-            for name in names:
+            for name in _VALUES:
                 value = getattr(out, name.removesuffix("_N") + "_C")
                 if value is not None:
-                    values[name][rows] = value.to(torch.float32)
+                    values[name][rows] = value.to(dtype)
             if out.grad_CV is None:
                 continue
             if grad_hidden_NH is not None:
@@ -217,23 +241,71 @@ class _ChunkedLoss(torch.autograd.Function):
                 # 0 * NaN is NaN: a masked position's hidden state must not reach the weight's gradient.
                 used_C1 = (out.grad_CV != 0).any(-1, keepdim=True)
                 grad_weight_VH += out.grad_CV.T @ torch.where(used_C1, hidden_CH, 0.0)
-        ctx.save_for_backward(index_N, grad_hidden_NH, grad_weight_VH)
+        ctx.policy = task.policy and (need_hidden or need_weight)
+        again: tuple[Tensor | None, ...] = (None, None, None)
+        if ctx.policy:
+            assert task.labels_N is not None
+            again = (flat_MH.index_select(0, index_N).to(weight_VH.dtype), given_VH, task.labels_N.to(device))
+        ctx.save_for_backward(index_N, grad_hidden_NH, grad_weight_VH, *again)
+        ctx.set_materialize_grads(False)
+        ctx.dtype, ctx.chunk = dtype, task.chunk
         ctx.weight_dtype, ctx.flat_shape, ctx.flat_dtype = weight_VH.dtype, flat_MH.shape, flat_MH.dtype
-        outputs = [values[k] for k in names]
-        ctx.mark_non_differentiable(*outputs)
-        return total, *outputs
+        differentiable = ("student_logprob_N", "entropy_N") if ctx.policy else ()
+        ctx.mark_non_differentiable(*(v for k, v in values.items() if k not in differentiable))
+        return total, *values.values()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, Tensor | None, None, None]:
-        index_N, grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
+    def backward(ctx: Any, grad_loss: Tensor | None, *grad_values: Any) -> tuple[Tensor | None, Tensor | None, None, None]:
+        index_N, grad_hidden_NH, grad_weight_VH, hidden_NH, weight_VH, labels_N = ctx.saved_tensors
+        scale = 0.0 if grad_loss is None else grad_loss
+        grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH * scale
+        grad_weight_VH = None if grad_weight_VH is None else grad_weight_VH * scale
+        by_value = dict(zip(_VALUES, grad_values, strict=True))
+        if ctx.policy and (by_value["student_logprob_N"] is not None or by_value["entropy_N"] is not None):
+            zero_N = torch.zeros(len(index_N), dtype=ctx.dtype, device=index_N.device)
+            by_logprob_N, by_entropy_N = (
+                zero_N if by_value[k] is None else by_value[k] for k in ("student_logprob_N", "entropy_N")
+            )
+            by = (by_logprob_N, by_entropy_N)
+            _add_policy_gradient(hidden_NH, weight_VH, labels_N, *by, ctx.chunk, ctx.dtype, grad_hidden_NH, grad_weight_VH)
         grad_flat_MH = None
         if grad_hidden_NH is not None:
             grad_flat_MH = torch.zeros(ctx.flat_shape, dtype=ctx.flat_dtype, device=grad_hidden_NH.device)
-            grad_flat_MH.index_add_(0, index_N, (grad_hidden_NH * grad_loss).to(ctx.flat_dtype))
+            grad_flat_MH.index_add_(0, index_N, grad_hidden_NH.to(ctx.flat_dtype))
+        return grad_flat_MH, None if grad_weight_VH is None else grad_weight_VH.to(ctx.weight_dtype), None, None
+
+
+def _add_policy_gradient(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    labels_N: Tensor,
+    by_logprob_N: Tensor,
+    by_entropy_N: Tensor,
+    chunk: int,
+    dtype: torch.dtype,
+    grad_hidden_NH: Tensor | None,
+    grad_weight_VH: Tensor | None,
+) -> None:
+    """Adds the gradient of ``sum by_logprob log p(label) + sum by_entropy H(p)``; a position where both are 0 adds exactly 0.
+
+    By the logits s, with p = softmax(s): d log p_y / ds_v = [v = y] - p_v, and dH / ds_v = -p_v (log p_v + H).
+    """
+    weight_VH = weight_VH.detach()
+    for start in range(0, len(labels_N), chunk):
+        rows = slice(start, start + chunk)
+        logp_CV = torch.log_softmax(logits(hidden_NH[rows], weight_VH, dtype), dim=-1)
+        p_CV = logp_CV.exp()
+        entropy_C1 = -(p_CV * logp_CV).sum(-1, keepdim=True)
+        by_logprob_C1, by_entropy_C1 = by_logprob_N[rows, None].to(dtype), by_entropy_N[rows, None].to(dtype)
+        grad_CV = -p_CV * (by_logprob_C1 + by_entropy_C1 * (logp_CV + entropy_C1))
+        grad_CV.scatter_add_(1, labels_N[rows, None], by_logprob_C1)
+        used_C1 = (by_logprob_C1 != 0) | (by_entropy_C1 != 0)
+        grad_CV = torch.where(used_C1, grad_CV, 0.0).to(weight_VH.dtype)
+        if grad_hidden_NH is not None:
+            grad_hidden_NH[rows] += grad_CV @ weight_VH
         if grad_weight_VH is not None:
-            grad_weight_VH = (grad_weight_VH * grad_loss).to(ctx.weight_dtype)
-        return grad_flat_MH, grad_weight_VH, None, None
+            grad_weight_VH += grad_CV.T @ torch.where(used_C1, hidden_NH[rows], 0.0)
 
 
 def install_head(module: nn.Module) -> LossPositionHead:

@@ -1,133 +1,236 @@
-"""What the loss positions of a window of training look like: per-token values, their distribution, a summing ledger.
+"""What the loss positions of a window of training look like: distributions in quantile sketches, and a ledger that sums.
 
-Values are kept whole, not sketched: about 40 bytes a loss position, 40 MB for a million, and every quantile is exact.
-Merging is concatenation, and each statistic is taken over sorted values, so it is bit-equal however ranks and
-micro-batches cut the same positions.
+Everything merges exactly: a sketch (DDSketch, of the ``ddsketch`` package) counts values in fixed logarithmic bins, and sums
+are kept as integers by power of two. So ranks, micro-batches, rounds and files may be cut and ordered in any way, and every
+number comes out bit-equal; memory does not grow with the number of positions.
+
+Quantiles, and the share of the largest 1%, are within ``ACCURACY`` (relative) of the true ones; counts, means, minima and
+maxima are exact (sums of float32 values, rounded once at the end).
 
 Shape suffix: N loss positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from ddsketch import DDSketch
+from numpy.typing import NDArray
 
-from verl_opsd.distill.head import HeadResult
 from verl_opsd.errors import OpsdError
 
-VALUES = ("divergence", "anchor", "entropy", "agree", "student_logprob", "teacher_logprob", "weight")
-COVERAGES = ("coverage_student", "coverage_teacher")
+ACCURACY = 0.01
+#: Per-position values of which the mean inside the loss mask is reported.
+MEANS = ("entropy", "agree", "weight", "student_logprob", "teacher_logprob", "coverage_student", "coverage_teacher")
+#: Lower bounds of the buckets of positions within a turn, of turns, and of tokens before a position.
+TURN_POSITIONS = np.array([0, *(4**i for i in range(10))])
+TURNS = np.array([0, *(2**i for i in range(16))])
+DEPTHS = np.array([0, *(2**i for i in range(8, 24))])
 
 
-@dataclass(frozen=True)
-class Telemetry:
-    """Per-token values on the host, float32[N] each, and integer labels to group by, int64[N] each.
+def bucket(value_N: NDArray[Any], bounds: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The largest bound that is not above each value, int64[N]."""
+    return bounds[np.searchsorted(bounds, value_N, side="right") - 1]
 
-    Labels are the caller's: token class, turn, prefix depth bucket, quarter of the run (:func:`part_of_run`), epoch.
-    The label ``loss`` (1 inside the mask, 0 outside) is always there: loss statistics cover the inside, drift both
-    apart.
-    """
 
-    values: Mapping[str, Tensor]
-    labels: Mapping[str, Tensor]
+class ExactSum:
+    """Number and exact sum of float32 values; NaN is left out."""
 
-    @classmethod
-    def of(cls, result: HeadResult, coef_N: Tensor, labels: Mapping[str, Tensor]) -> Telemetry:
-        """Of one forward of the head.
+    def __init__(self) -> None:
+        self.count = 0
+        self._by_exponent: dict[int, int] = {}  # integers of 24 bits and more, times 2 ** (exponent - 24)
 
-        Args:
-            coef_N: the task's coefficients; a position is inside the loss mask where they are not 0.
-            labels: int64[N] each.
-        """
-        values = {k: getattr(result, f"{k}_N").detach().float().cpu() for k in VALUES + COVERAGES}
-        inside_N = (coef_N != 0).to(torch.int64).cpu()
-        return cls(values, {**{k: v.cpu() for k, v in labels.items()}, "loss": inside_N})
-
-    @classmethod
-    def merge(cls, parts: Iterable[Telemetry]) -> Telemetry:
-        """All positions of all parts.
+    def add(self, value_N: NDArray[Any]) -> None:
+        """Adds values.
 
         Raises:
-            OpsdError: no part, or parts with different labels.
+            OpsdError: one is infinite.
         """
-        parts = list(parts)
-        if not parts or any(set(p.labels) != set(parts[0].labels) for p in parts):
-            raise OpsdError(
-                f"{len(parts)} parts with labels {sorted({tuple(sorted(p.labels)) for p in parts})}",
-                "parts that are merged have the same labels, and there is at least one",
-                "label every part the same way",
-            )
-        return cls(
-            {k: torch.cat([p.values[k] for p in parts]) for k in parts[0].values},
-            {k: torch.cat([p.labels[k] for p in parts]) for k in parts[0].labels},
-        )
+        value_N = value_N[~np.isnan(value_N)].astype(np.float64)
+        if not np.isfinite(value_N).all():
+            raise OpsdError("an infinite value", "statistics are over finite values", "look at what produced it")
+        self.count += len(value_N)
+        mantissa_N, exponent_N = np.frexp(value_N)
+        if len(value_N):
+            low = int(exponent_N.min())
+            sums = np.bincount(exponent_N - low, weights=np.rint(mantissa_N * 2.0**24))
+            for i in np.flatnonzero(sums).tolist():
+                self._by_exponent[low + i] = self._by_exponent.get(low + i, 0) + int(sums[i])
 
-    def where(self, **labels: int) -> Telemetry:
-        """The positions that carry these labels."""
-        keep_N = torch.ones_like(self.labels["loss"], dtype=torch.bool)
-        for name, value in labels.items():
-            keep_N &= self.labels[name] == value
-        return Telemetry({k: v[keep_N] for k, v in self.values.items()}, {k: v[keep_N] for k, v in self.labels.items()})
+    def merge(self, other: ExactSum) -> None:
+        """Adds what ``other`` has seen."""
+        self.count += other.count
+        for exponent, total in other._by_exponent.items():
+            self._by_exponent[exponent] = self._by_exponent.get(exponent, 0) + total
 
-    def by(self, label: str) -> dict[int, Telemetry]:
-        """One part for each value of a label."""
-        return {int(v): self.where(**{label: int(v)}) for v in self.labels[label].unique()}
+    @property
+    def total(self) -> float:
+        """The sum, rounded once."""
+        return float(sum((Fraction(s) * Fraction(2) ** (e - 24) for e, s in self._by_exponent.items()), Fraction(0)))
 
-    def summary(self) -> dict[str, float]:
-        """Flat statistics; nats unless a share. What the positions do not tell (all NaN, or none) is left out."""
-        inside, outside = self.where(loss=1), self.where(loss=0)
-        out = {"positions": float(len(self.labels["loss"])), "loss_positions": float(len(inside.labels["loss"]))}
-        out |= {f"divergence/{k}": v for k, v in distribution(inside.values["divergence"]).items()}
-        for name in ("entropy", "agree", "weight", "student_logprob", "teacher_logprob", *COVERAGES):
-            out |= _mean(name, inside.values[name])
-        out |= {f"drift/{k}": v for k, v in distribution(self.values["anchor"]).items()}
-        out |= _mean("drift/inside", inside.values["anchor"]) | _mean("drift/outside", outside.values["anchor"])
+    @property
+    def mean(self) -> float | None:
+        """None without values."""
+        return self.total / self.count if self.count else None
+
+
+class Distribution(DDSketch):  # type: ignore[misc]
+    """A sketch of values with their exact sum."""
+
+    def __init__(self) -> None:
+        super().__init__(ACCURACY)
+        self.exact = ExactSum()
+
+    def add_all(self, value_N: NDArray[Any]) -> None:
+        """Adds values; NaN is left out. All at once: a bin is touched once, not once a value."""
+        self.exact.add(value_N)
+        value_N = value_N[~np.isnan(value_N)].astype(np.float64) + 0.0  # no negative zero
+        for store, part_N in ((self._store, value_N[value_N > 0]), (self._negative_store, -value_N[value_N < 0])):
+            if len(part_N):
+                key_N = np.ceil(np.log2(part_N) * self._mapping._multiplier).astype(np.int64)
+                low, counts = int(key_N.min()), np.bincount(key_N - key_N.min())
+                for i in np.flatnonzero(counts).tolist():
+                    store.add(low + i, float(counts[i]))
+        self._zero_count += float((value_N == 0).sum())
+        self._count += float(len(value_N))
+        if len(value_N):
+            self._min, self._max = min(self._min, float(value_N.min())), max(self._max, float(value_N.max()))
+
+    def merge(self, sketch: Distribution) -> None:  # type: ignore[override]
+        """Adds what ``sketch`` has seen."""
+        super().merge(sketch)
+        self.exact.merge(sketch.exact)
+
+    def quantile(self, share: float) -> float:
+        """The value at rank ``share * (count - 1)``, from below; within ``ACCURACY``."""
+        value = self.get_quantile_value(share)
+        assert value is not None  # there are values
+        return float(min(max(value, self._min), self._max))
+
+    def _largest(self, count: float) -> float:
+        """Sum of the largest ``count`` values, each as its bin's."""
+        total = 0.0
+        for i in range(len(self._store.bins) - 1, -1, -1):
+            taken = min(count, self._store.bins[i])
+            total += taken * self._mapping.value(i + self._store.offset)
+            count -= taken
+            if count <= 0:
+                break
+        return total
+
+    def stats(self) -> dict[str, float | None]:
+        """mean, median, p90, p99, max, max_over_mean, and top1pct_share: share of the sum that the largest 1% of values (at least
+        one) hold; the last two None where the sum is not above 0. Empty without values."""
+        n, total, mean = self.exact.count, self.exact.total, self.exact.mean
+        if mean is None:
+            return {}
+        return {
+            "mean": mean,
+            "median": self.quantile(0.5),
+            "p90": self.quantile(0.9),
+            "p99": self.quantile(0.99),
+            "max": self._max,
+            "max_over_mean": self._max / mean if mean > 0 else None,
+            "top1pct_share": min(1.0, self._largest(max(1, n // 100)) / total) if total > 0 else None,
+        }
+
+
+@dataclass
+class Cell:
+    """Statistics of one group of positions: of the loss inside the mask, of drift inside and outside apart."""
+
+    divergence: Distribution = field(default_factory=Distribution)
+    drift_inside: Distribution = field(default_factory=Distribution)
+    drift_outside: Distribution = field(default_factory=Distribution)
+    means: dict[str, ExactSum] = field(default_factory=lambda: {k: ExactSum() for k in MEANS})
+    positions: int = 0
+    loss_positions: int = 0
+
+    def add(self, values: Mapping[str, NDArray[Any]], inside_N: NDArray[np.bool_]) -> None:
+        """Adds positions; see :meth:`Telemetry.add`."""
+        self.positions += len(inside_N)
+        self.loss_positions += int(inside_N.sum())
+        self.divergence.add_all(values["divergence"][inside_N])
+        self.drift_inside.add_all(values["anchor"][inside_N])
+        self.drift_outside.add_all(values["anchor"][~inside_N])
+        for name, total in self.means.items():
+            total.add(values[name][inside_N])
+
+    def merge(self, other: Cell) -> None:
+        """Adds what ``other`` has seen."""
+        self.positions += other.positions
+        self.loss_positions += other.loss_positions
+        for name in ("divergence", "drift_inside", "drift_outside"):
+            getattr(self, name).merge(getattr(other, name))
+        for name, total in self.means.items():
+            total.merge(other.means[name])
+
+    def summary(self) -> dict[str, Any]:
+        """``positions``, ``loss_positions``, ``divergence`` and ``drift`` as :meth:`Distribution.stats` (drift with the means
+        ``inside`` and ``outside`` the mask), and a mean for each of ``MEANS``. Nats unless a share. What the positions do not tell is
+        left out."""
+        out: dict[str, Any] = {"positions": self.positions, "loss_positions": self.loss_positions}
+        out["divergence"] = self.divergence.stats()
+        out |= {k: total.mean for k, total in self.means.items() if total.count}
+        drift = Distribution()
+        drift.merge(self.drift_inside)
+        drift.merge(self.drift_outside)
+        if drift.exact.count:
+            sides = {"inside": self.drift_inside.exact.mean, "outside": self.drift_outside.exact.mean}
+            out["drift"] = drift.stats() | sides
         return out
 
 
-def distribution(value_N: Tensor) -> dict[str, float]:
-    """mean, median, p90, p99, max, max_over_mean and top1pct_share (share of the sum that the largest 1% of positions,
-    at least one, hold). Quantiles are the smallest value with at least that share of positions at or below it. NaN is
-    left out; empty without values.
+class Telemetry:
+    """Cells of a window of training: one of all positions, and one for each value of each label."""
+
+    def __init__(self) -> None:
+        self.all = Cell()
+        self.by: dict[str, dict[int, Cell]] = {}
+
+    def add(self, values: Mapping[str, NDArray[Any]], labels: Mapping[str, NDArray[Any]]) -> None:
+        """Adds positions.
+
+        Args:
+            values: float32[N] each: ``coef`` (the coefficient in the loss), ``divergence``, ``anchor`` (divergence from the student's
+                own base) and ``MEANS``; NaN where unknown. A position is inside the loss mask where its coefficient and its
+                data-dependent weight are not 0.
+            labels: int64[N] each.
+        """
+        inside_N = (values["coef"] != 0) & (values["weight"] != 0)
+        self.all.add(values, inside_N)
+        for label, code_N in labels.items():
+            cells = self.by.setdefault(label, {})
+            for code in np.unique(code_N).tolist():
+                at_N = code_N == code
+                part = {k: v[at_N] for k, v in values.items()}
+                cells.setdefault(int(code), Cell()).add(part, inside_N[at_N])
+
+    def merge(self, other: Telemetry) -> None:
+        """Adds what ``other`` has seen."""
+        self.all.merge(other.all)
+        for label, cells in other.by.items():
+            mine = self.by.setdefault(label, {})
+            for code, cell in cells.items():
+                mine.setdefault(code, Cell()).merge(cell)
+
+    def summary(self) -> dict[str, Any]:
+        """``all``, and under ``by`` for each label the cells by code, as text, in order."""
+        by = {label: {str(c): cells[c].summary() for c in sorted(cells)} for label, cells in self.by.items()}
+        return {"all": self.all.summary(), "by": by}
+
+
+def parts(start: int, size: int, total: int, count: int) -> NDArray[np.int64]:
+    """Which of ``count`` equal parts of ``total`` positions (4: quarters) the positions ``start..start + size`` lie in, int64[size].
+
+    Where ``total`` can't be divided the first parts get one position more.
     """
-    value_N = value_N[~value_N.isnan()].to(torch.float64).sort().values
-    n = value_N.numel()
-    if n == 0:
-        return {}
-    mean = float(value_N.sum()) / n
-    top = float(value_N[n - max(1, n // 100) :].sum())
-
-    def quantile(percent: int) -> float:
-        return float(value_N[-(-n * percent // 100) - 1])
-
-    return {
-        "mean": mean,
-        "median": quantile(50),
-        "p90": quantile(90),
-        "p99": quantile(99),
-        "max": float(value_N[-1]),
-        "max_over_mean": float(value_N[-1]) / mean if mean else float("nan"),
-        "top1pct_share": top / float(value_N.sum()) if mean else float("nan"),
-    }
-
-
-def _mean(name: str, value_N: Tensor) -> dict[str, float]:
-    stats = distribution(value_N)
-    return {name: stats["mean"]} if stats else {}
-
-
-def part_of_run(step: int, total: int, parts: int) -> int:
-    """Which of ``parts`` equal parts (4: quarters, 3: thirds) of a run of ``total`` steps a step (from 0) lies in.
-
-    Raises:
-        OpsdError: the step lies outside the run.
-    """
-    if not 0 <= step < total:
-        raise OpsdError(f"step {step} of a run of {total}", "0 <= step < total", "give the length of the whole run")
-    return step * parts // total
+    sizes = [total // count + (i < total % count) for i in range(count)]
+    return np.searchsorted(np.cumsum(sizes), np.arange(start, start + size), side="right")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Rates carry 95% Wilson intervals; the denominator is the episodes that were scor
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -12,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import binomtest
 
-from verl_opsd.config import OpsdConfig
+from verl_opsd.config import LossConfig, OpsdConfig
+from verl_opsd.distill.telemetry import DEPTHS, TURN_POSITIONS, TURNS, Ledger, Telemetry, bucket, parts
+from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.tokens.branches import build_trajectories, statistics
-from verl_opsd.tokens.records import Episode
+from verl_opsd.tokens.records import TOKEN_CLASSES, Episode
 from verl_opsd.tokens.store import EpisodeStore
 
 
@@ -59,27 +63,119 @@ def standings(episodes: Iterable[Episode]) -> dict[str, Any]:
     }
 
 
-def telemetry(folder: Path) -> dict[str, Any]:
-    """Divergence and agreement over the run's loss positions, in training order, by quarter. Nats a token."""
+def telemetry(folder: Path, epochs: int = 1) -> dict[str, Any]:
+    """Statistics of every use of a position in the run's updates, in training order (``distill.telemetry``); nats a token.
+
+    ``summary``: of the whole window, and by token class, turn, position in the turn, tokens before the position (these three by the
+    lower bound of a bucket), quarter and third of the run, epoch, and round. The other keys repeat the most asked-for of them.
+
+    Args:
+        folder: one file a round.
+        epochs: passes over a round's rows.
+    """
     files = sorted(folder.glob("*.npz"))
     if not files:
         return {}
-    parts = [dict(np.load(f)) for f in files]
-    whole = {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
-    kl, agree = whole["divergence"], whole["agree"]
+    sizes = [np.load(f)["divergence"].size for f in files]
+    window, start, total = Telemetry(), 0, sum(sizes)
+    for f, size in zip(files, sizes, strict=True):
+        values = dict(np.load(f))
+        labels = {
+            "class": values["class"].astype(np.int64),
+            "turn": bucket(values["turn"], TURNS),
+            "turn_position": bucket(values["turn_position"], TURN_POSITIONS),
+            "depth": bucket(values["position"] + 1, DEPTHS),
+            "quarter": parts(start, size, total, 4),
+            "third": parts(start, size, total, 3),
+            "epoch": epoch_of(values["step"], epochs),
+            "round": np.full(size, int(f.stem)),
+        }
+        window.add(values, labels)
+        start += size
+    summary = window.summary()
+    by = summary["by"]
+    by["class"] = {TOKEN_CLASSES[int(k)]: v for k, v in by["class"].items()}
+    kl = summary["all"]["divergence"]
+
+    def means(label: str, name: str) -> list[Any]:
+        cells = [c[name] for c in by[label].values() if name in c]
+        return [c.get("mean") if isinstance(c, dict) else c for c in cells]
+
     result: dict[str, Any] = {
-        "loss_positions": int(kl.size),
-        "kl_mean": float(kl.mean()),
-        "kl_median": float(np.median(kl)),
-        "kl_p99": float(np.quantile(kl, 0.99)),
-        "kl_max_over_mean": float(kl.max() / kl.mean()) if kl.mean() > 0 else None,
-        "kl_by_quarter": [float(q.mean()) for q in np.array_split(kl, 4) if q.size],
-        "agreement_by_quarter": [float(q.mean()) for q in np.array_split(agree, 4) if q.size],
-        "kl_by_round": [float(p["divergence"].mean()) for p in parts],
+        "window": {"rounds": [int(files[0].stem), int(files[-1].stem)], "positions": total},
+        "loss_positions": summary["all"]["loss_positions"],
+        "kl_mean": kl.get("mean"),
+        "kl_median": kl.get("median"),
+        "kl_p99": kl.get("p99"),
+        "kl_max_over_mean": kl.get("max_over_mean"),
+        "kl_by_quarter": means("quarter", "divergence"),
+        "agreement_by_quarter": means("quarter", "agree"),
+        "kl_by_round": means("round", "divergence"),
+        "summary": summary,
     }
-    if "anchor" in whole and np.isfinite(whole["anchor"]).all():
-        result["drift_by_quarter"] = [float(q.mean()) for q in np.array_split(whole["anchor"], 4) if q.size]
+    if "drift" in summary["all"]:
+        result["drift_by_quarter"] = means("quarter", "drift")
     return result
+
+
+def epoch_of(step_N: NDArray[Any], epochs: int) -> NDArray[np.int64]:
+    """The epoch, from 0, of each optimizer step of one round; all of its epochs have the same number of steps."""
+    steps, rank_N = np.unique(step_N, return_inverse=True)
+    return rank_N * epochs // len(steps) if len(steps) else rank_N
+
+
+def ledger(episodes: Iterable[Episode], folder: Path, loss: LossConfig) -> Ledger:
+    """Where the states and policy tokens went that rounds were trained on; tokens count once, in their first epoch.
+
+    Args:
+        episodes: that the rounds in ``folder`` collected or took from a corpus.
+
+    Raises:
+        OpsdError: the positions of the updates are not the policy tokens of the usable states.
+    """
+    states = usable = reply_tokens = 0
+    dropped: Counter[str] = Counter()
+    for e in episodes:
+        for turn in e.turns:
+            states += 1
+            if not e.scored:
+                dropped[e.outcome] += 1
+            elif turn.kind not in loss.turn_kinds:
+                dropped[f"kind {turn.kind}"] += 1
+            else:
+                usable += 1
+                reply_tokens += len(turn.response_ids)
+    by_class: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
+    for f in sorted(folder.glob("*.npz")):
+        v = dict(np.load(f))
+        first = epoch_of(v["step"], loss.epochs) == 0
+        coef, weight, code = v["coef"][first], v["weight"][first], v["class"][first]
+        inside = (coef != 0) & (weight != 0)
+        by_class.update(TOKEN_CLASSES[int(c)] for c in code[inside])
+        left_out["coefficient 0"] += int((coef == 0).sum())
+        left_out["below the threshold"] += int(((coef != 0) & (weight == 0)).sum())
+    return Ledger(states, usable, dict(dropped), reply_tokens, dict(by_class), {k: n for k, n in left_out.items() if n})
+
+
+def ledger_or_cause(run: RunDir, opsd: OpsdConfig, episodes: Iterable[Episode]) -> dict[str, Any]:
+    """The ledger as plain values; where it does not sum, ``refused`` says why, and the rest of the report stands."""
+    folder = run.path / "telemetry"
+    if not any(folder.glob("*.npz")):
+        return {}
+    try:
+        return dataclasses.asdict(ledger(trained_episodes(run, opsd, episodes), folder, opsd.loss))
+    except OpsdError as error:
+        return {"refused": str(error)}
+
+
+def trained_episodes(run: RunDir, opsd: OpsdConfig, episodes: Iterable[Episode]) -> list[Episode]:
+    """Those that the run's updates used: of the rounds that were trained, or of the corpus."""
+    if opsd.corpus is not None:
+        corpus = EpisodeStore(RunDir(Path(opsd.corpus).expanduser()).episodes)
+        return [e for e in corpus.episodes() if e.split == "train" and e.scored]
+    rounds = {int(f.stem) for f in (run.path / "telemetry").glob("*.npz")}
+    return [e for e in episodes if e.split == "train" and int(e.episode_id.split("-")[1]) in rounds]
 
 
 def build_report(run: RunDir, opsd: OpsdConfig) -> dict[str, Any]:
@@ -109,7 +205,8 @@ def build_report(run: RunDir, opsd: OpsdConfig) -> dict[str, Any]:
             str(v): standings(e for e in episodes if e.split == "eval" and e.model_version == v)
             for v in sorted({e.model_version for e in episodes if e.split == "eval"})
         },
-        "distillation": telemetry(run.path / "telemetry"),
+        "distillation": telemetry(run.path / "telemetry", opsd.loss.epochs),
+        "ledger": ledger_or_cause(run, opsd, episodes),
         "loss_by_round": [s["outputs"]["loss"] for s in trained],
         "kept_share_by_round": [s["outputs"]["opsd/kept_share"] for s in trained if "opsd/kept_share" in s["outputs"]],
         "tokens_per_loss_token": (
@@ -160,10 +257,26 @@ def print_table(path: Path) -> None:
             table.add_row(f"{split} stamp", f"not a CooperBench score: {reason}")
     d = r["distillation"]
     if d:
-        table.add_row("KL by quarter (nats a token)", "  ".join(f"{x:.2e}" for x in d["kl_by_quarter"]))
+        table.add_row("KL by quarter (nats a token)", "  ".join("-" if x is None else f"{x:.2e}" for x in d["kl_by_quarter"]))
         table.add_row("top-1 agreement by quarter", "  ".join(f"{x:.3f}" for x in d["agreement_by_quarter"]))
-        table.add_row("KL max/mean", "-" if d["kl_max_over_mean"] is None else f"{d['kl_max_over_mean']:.1f}")
+        whole = d["summary"]["all"]
+        kl = whole["divergence"]
+        if kl:
+            table.add_row("KL mean, median, p90, p99", "  ".join(f"{kl[k]:.2e}" for k in ("mean", "median", "p90", "p99")))
+        if kl and kl["max_over_mean"] is not None:
+            table.add_row("KL max/mean; share of the top 1%", f"{kl['max_over_mean']:.1f}; {kl['top1pct_share']:.0%}")
+        classes = {k: c["divergence"]["mean"] for k, c in d["summary"]["by"]["class"].items() if c["divergence"]}
+        table.add_row("KL by token class", "  ".join(f"{k} {x:.2e}" for k, x in classes.items()))
+        if "drift" in whole:
+            sides = [(k, whole["drift"][k]) for k in ("inside", "outside") if whole["drift"][k] is not None]
+            table.add_row("drift from the base, in and out of the mask", "  ".join(f"{k} {x:.2e}" for k, x in sides))
         table.add_row("loss by round", "  ".join(f"{x:.3e}" for x in r["loss_by_round"]))
+        out = r["ledger"]
+        if "refused" in out:
+            table.add_row("ledger", out["refused"])
+        else:
+            why = "".join(f", {n} {reason}" for k in ("dropped", "left_out") for reason, n in out[k].items())
+            table.add_row("states used, reply tokens", f"{out['usable']} of {out['states']}, {out['reply_tokens']}{why}")
         table.add_row("loss positions", str(d["loss_positions"]))
         if r["kept_share_by_round"]:
             table.add_row("kept by the threshold, by round", "  ".join(f"{x:.1%}" for x in r["kept_share_by_round"]))

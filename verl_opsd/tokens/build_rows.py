@@ -31,7 +31,7 @@ class PromptResponse(NamedTuple):
 
 
 def build_row(trajectory: Trajectory, view: TeacherView, coef_N: Tensor, anchor_N: Tensor) -> dict[str, Tensor]:
-    """The opsd fields of one row.
+    """The opsd fields of one row; ``opsd_reward`` is 0 until the trainer knows the other episodes of the round.
 
     Args:
         view: the teacher's view of the same trajectory.
@@ -63,6 +63,7 @@ def build_row(trajectory: Trajectory, view: TeacherView, coef_N: Tensor, anchor_
         "opsd_coef": coef_N,
         "opsd_anchor": anchor_N,
         "opsd_behaviour": torch.from_numpy(trajectory.logprobs[position + 1].astype(np.float32)),
+        "opsd_reward": torch.zeros(len(position)),
         "opsd_class": torch.from_numpy(trajectory.token_class[position + 1].astype(np.int64)),
         "opsd_turn": torch.from_numpy(trajectory.turn_index[position + 1].astype(np.int64)),
         "opsd_view_ids": torch.from_numpy(view.ids.astype(np.int64)),

@@ -11,6 +11,7 @@ them has to follow verl's padding, packing or splitting of sequences:
                                 weight divided by the denominator over the whole global mini-batch. 0 where masked.
     opsd_anchor     float32[N]  the same for the anchor's divergence; all 0 when the anchor is off
     opsd_behaviour  float32[N]  log-probability of the scored token under the policy that sampled it, nats
+    opsd_reward     float32[N]  task reward: coefficient in the loss times the episode's advantage; all 0 when it is off
     opsd_class      int64[N]    token class (tokens.records.TOKEN_CLASSES)
     opsd_turn       int64[N]    turn index
     opsd_view_ids   int64[T']   teacher view: the passes of this row, one after another
@@ -31,10 +32,19 @@ import torch
 
 from verl_opsd.errors import OpsdError
 
-POSITION_FIELDS = ("opsd_position", "opsd_coef", "opsd_anchor", "opsd_behaviour", "opsd_class", "opsd_turn", "opsd_view_pos")
+POSITION_FIELDS = (
+    "opsd_position",
+    "opsd_coef",
+    "opsd_anchor",
+    "opsd_behaviour",
+    "opsd_reward",
+    "opsd_class",
+    "opsd_turn",
+    "opsd_view_pos",
+)
 VIEW_FIELDS = ("opsd_view_ids", "opsd_view_len")
 FIELDS = POSITION_FIELDS + VIEW_FIELDS
-FLOAT_FIELDS = ("opsd_coef", "opsd_anchor", "opsd_behaviour")
+FLOAT_FIELDS = ("opsd_coef", "opsd_anchor", "opsd_behaviour", "opsd_reward")
 
 
 def padding_fields(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:

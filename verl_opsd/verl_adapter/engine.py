@@ -31,7 +31,7 @@ from verl_opsd.distill.head import HeadTask, LossPositionHead, install_head
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import Pass, group_passes, jagged, layout_index, own_passes, rows_of, view_passes
-from verl_opsd.verl_adapter.step import kept_coefficient, loss_task, metrics_of, values_by_row
+from verl_opsd.verl_adapter.step import Head, kept_coefficient, loss_task, metrics_of, task_reward_loss, values_by_row
 
 #: Largest relative difference of a hidden state between a sequence alone and beside another one, by compute dtype.
 LAYOUT_THRESHOLD = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
@@ -140,20 +140,14 @@ class OpsdEngine(FSDPEngineWithLMHead):
                 "there is no adapter to switch off, so the base is gone after the first step",
                 "train an adapter (actor_rollout_ref.model.lora_rank > 0), or keep a frozen copy (reference=initial)",
             )
-        if loss.anchor and self._head_trains:
-            raise OpsdError(
-                "anchor with a trainable vocabulary head",
-                "the anchor's hidden states are read under the student's own head, which must not move",
-                "train an adapter (actor_rollout_ref.model.lora_rank > 0), or switch the anchor off",
-            )
         if loss.teacher == "device" and self._teacher_head is None:
             raise OpsdError(
                 "teacher=device without the teacher's vocabulary weight",
                 "a device teacher's hidden states are read under its own vocabulary weight",
                 "call set_teacher_head (opsd_set_teacher_head on the worker) before the loss is set",
             )
-        if loss.reference == "initial" and self._initial is None:
-            self._keep_initial()
+        if loss.reference == "initial":
+            self.keep_initial()
         self._prepared = loss
 
     def set_teacher_head(self, name: str, weight_VH: Tensor) -> None:
@@ -174,23 +168,33 @@ class OpsdEngine(FSDPEngineWithLMHead):
             )
         self._teacher_head = (name, weight_VH.to(get_device_id(), self._autocast_dtype))
 
-    def _head_of(self, loss: OpsdLoss) -> tuple[str, Tensor | None]:
-        """``head_id`` and vocabulary weight of the teacher that the loss names; None: the head's own weight."""
+    def _heads_of(self, loss: OpsdLoss) -> tuple[Head, Head]:
+        """Vocabulary heads of the teacher that the loss names and of the reference."""
+        reference: Head = ("student", None) if self._initial_head_VH is None else ("initial", self._initial_head_VH)
         if loss.teacher == "device":
             assert self._teacher_head is not None  # prepare
-            return self._teacher_head
-        return ("student", None) if self._initial_head_VH is None else ("initial", self._initial_head_VH)
+            return self._teacher_head, reference
+        return reference, reference
 
     @property
     def _head_trains(self) -> bool:
         return not self._is_lora
 
-    def _keep_initial(self) -> None:
+    def keep_initial(self) -> None:
+        """Keeps a frozen copy of the trainable weights on the host: the reference ``initial``. Again does nothing.
+
+        A run that resumes calls it before its checkpoint is loaded, so that the copy is what the model was before any training.
+
+        Raises:
+            OpsdError: the weights have moved already.
+        """
+        if self._initial is not None:
+            return
         if self._moved:
             raise OpsdError(
                 "reference=initial asked for after the weights have moved",
                 "the frozen copy is taken before the first optimizer step and before a checkpoint is loaded",
-                "set the loss function right after the workers are built",
+                "set the loss function, or call keep_initial, right after the workers are built",
             )
         self._reshard()
         self._initial = [shard.to("cpu", copy=True) for shard in self._trainable_shards()]
@@ -425,10 +429,11 @@ class OpsdEngine(FSDPEngineWithLMHead):
         self.prepare(loss_function)
         batch = micro_batch.to(get_device_id())
         tu.assign_non_tensor(batch, temperature=1.0)
-        head_id, teacher_weight_VH = self._head_of(loss_function)
-        task = loss_task(batch, loss_function, head_id, teacher_weight_VH, self.get_data_parallel_size())
+        task = loss_task(batch, loss_function, *self._heads_of(loss_function), self.get_data_parallel_size())
         loss = self.run(batch, task).sum()
         assert task.result is not None
+        if loss_function.task_reward is not None:
+            loss = loss + task_reward_loss(batch, task, loss_function.task_reward, self.get_data_parallel_size())
         if loss_function.divide_by_kept:
             assert loss_function.kept_above is not None
             self._kept += kept_coefficient(batch, task.result, loss_function.kept_above)

@@ -95,7 +95,6 @@ def _verl_contradictions(config: DictConfig, opsd: OpsdConfig) -> None:
                 f"the contract says {want}; training and evaluation sample as the contract says",
                 "change opsd.contract instead",
             )
-    lora = model.lora_rank > 0 or model.lora.rank > 0 or model.lora_adapter_path is not None
     rules = [
         (actor.strategy != "fsdp2", f"actor.strategy={actor.strategy}", "the engine runs under FSDP2 only", "set it to fsdp2"),
         (model.lora.merge, "model.lora.merge=true", "a bf16 merge loses almost all of a small update", "set it to false"),
@@ -126,12 +125,6 @@ def _verl_contradictions(config: DictConfig, opsd: OpsdConfig) -> None:
         ),
         (opsd.mode == "offline" and not opsd.corpus, "no corpus", "offline training reads a stored corpus", "corpus=RUN_DIR"),
         (opsd.mode != "offline" and bool(opsd.corpus), f"opsd.corpus={opsd.corpus}", "only offline reads it", "remove it"),
-        (
-            opsd.loss.anchor > 0 and not lora,
-            f"opsd.loss.anchor={opsd.loss.anchor} without LoRA",
-            "the anchor is read under the student's own head, which full-parameter training moves",
-            "set actor_rollout_ref.model.lora_rank, or opsd.loss.anchor=0",
-        ),
         (
             not 1 <= rollout.agent.num_workers <= c.concurrency,
             f"rollout.agent.num_workers={rollout.agent.num_workers} with contract.concurrency={c.concurrency}",

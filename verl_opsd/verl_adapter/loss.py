@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from verl_opsd.distill.loss import LossSpec
+from verl_opsd.distill.policy import PpoClip
 from verl_opsd.distill.weights import Threshold
 from verl_opsd.errors import OpsdError
 
@@ -21,25 +22,28 @@ class OpsdLoss:
             vocabulary head. ``device``: another model, scored before the update, under the head given to ``set_teacher_head``.
         reference: weights of the self teacher, of the controls and of the anchor. ``adapter_off``: the student's base, with its adapters
             switched off. ``initial``: a frozen copy of the trainable weights as they were when this loss was set.
+        task_reward: bounds of PPO's term of the task reward; its coefficients times advantages are the rows' ``opsd_reward``. None: there
+            is no such term.
         divide_by_kept: the step's loss and gradient are divided, once after its last micro-batch, by the coefficients of the
             positions that the spec's :class:`Threshold` kept, over all ranks. The rows' coefficients of a step sum to 1 (token mean).
-        anchor: whether the divergence from the reference on the student's own ids is part of the loss; its coefficients are
-            the rows' ``opsd_anchor``.
+        anchor: whether the divergence from the reference on the student's own ids (drift) is measured; its coefficients in the loss are
+            the rows' ``opsd_anchor``, which may be 0.
     """
 
     spec: LossSpec = field(default_factory=LossSpec)
     chunk: int = 256
     teacher: Literal["self", "device"] = "self"
     reference: Literal["adapter_off", "initial"] = "adapter_off"
+    task_reward: PpoClip | None = None
     divide_by_kept: bool = False
     anchor: bool = False
 
     def __post_init__(self) -> None:
-        if self.divide_by_kept and (self.kept_above is None or self.anchor):
+        if self.divide_by_kept and self.kept_above is None:
             raise OpsdError(
-                f"divide_by_kept with weights {self.spec.weights} and anchor={self.anchor}",
-                "one number divides the step's whole gradient: the weight that one Threshold kept, and no anchor has its own",
-                "put a Threshold into spec.weights, or leave divide_by_kept out; take the threshold at collection beside an anchor",
+                f"divide_by_kept with weights {self.spec.weights}",
+                "what divides the step is the weight that a Threshold kept",
+                "put a Threshold into spec.weights, or leave divide_by_kept out",
             )
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from verl_opsd.config import LossConfig
+from verl_opsd.distill.policy import leave_one_out
 from verl_opsd.distill.reduction import coefficients
 from verl_opsd.distill.weights import threshold_mask
 
@@ -58,6 +60,35 @@ def with_coefficients(
     return out
 
 
+def episode_of(key: str) -> str:
+    """The episode of a row; its rows share everything before the last underscore of their keys."""
+    return key.rsplit("_", 1)[0]
+
+
+def with_rewards(
+    rows: list[dict[str, Tensor]], keys: Sequence[str], groups: Sequence[int], rewards: Mapping[str, float], coef: float
+) -> list[dict[str, Tensor]]:
+    """Fills ``opsd_reward``: ``coef`` times the episode's advantage, over the number of policy positions of the optimizer step.
+
+    The advantage is the episode's reward minus the mean of the round's other episodes (``distill.policy.leave_one_out``).
+
+    Args:
+        rewards: of each episode of the round (:func:`episode_of`); padding rows need none.
+
+    Raises:
+        OpsdError: fewer than two episodes.
+    """
+    advantages = leave_one_out(torch.tensor(list(rewards.values()), dtype=torch.float64)).tolist()
+    advantage_of = dict(zip(rewards, advantages, strict=True))
+    positions = {g: sum(len(r["opsd_position"]) for r, x in zip(rows, groups, strict=True) if x == g) for g in set(groups)}
+    out = []
+    for row, key, g in zip(rows, keys, groups, strict=True):
+        n = len(row["opsd_position"])
+        value = coef * advantage_of[episode_of(key)] / positions[g] if n else 0.0
+        out.append(row | {"opsd_reward": torch.full((n,), value, dtype=torch.float32)})
+    return out
+
+
 def with_threshold(
     rows: list[dict[str, Tensor]], divergences: Sequence[Tensor], keys: Sequence[str], groups: Sequence[int], loss: LossConfig
 ) -> tuple[list[Tensor], float]:
@@ -100,7 +131,7 @@ def _reduced(
             loss.reduction,
             [rows[i]["opsd_turn"] for i in members],
             [keys[i] for i in members],
-            [keys[i].rsplit("_", 1)[0] for i in members],
+            [episode_of(keys[i]) for i in members],
             [weights[i] for i in members],
             scale=scale,
         )

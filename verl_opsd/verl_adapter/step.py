@@ -14,6 +14,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from verl_opsd.distill.head import HeadResult, HeadTask
+from verl_opsd.distill.policy import PpoClip, ppo_loss
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import flat, jagged, layout_index, signal_of
@@ -21,15 +22,19 @@ from verl_opsd.verl_adapter.passes import flat, jagged, layout_index, signal_of
 #: Values of ``HeadResult`` that a step reports for each loss position, as metrics ``opsd/<name>``.
 TOKEN_VALUES = tuple(name.removesuffix("_N") for name in HeadResult.__dataclass_fields__)
 #: Row fields that a step reports beside them, so that the values can be grouped.
-ROW_VALUES = ("coef", "class", "turn")
+ROW_VALUES = ("coef", "class", "turn", "position")
 
 
-def loss_task(batch: TensorDict, loss: OpsdLoss, head_id: str, teacher_weight_VH: Tensor | None, ranks: int) -> HeadTask:
+#: Name (``Signal.head_id``) and weight [V, H] of a vocabulary head; None: the student's own.
+Head = tuple[str, Tensor | None]
+
+
+def loss_task(batch: TensorDict, loss: OpsdLoss, teacher: Head, reference: Head, ranks: int) -> HeadTask:
     """The head's task for a micro-batch.
 
     Args:
         batch: rows (``tokens.rows``) with ``opsd_signal`` (and ``opsd_base``), on the device.
-        head_id, teacher_weight_VH: vocabulary head under which ``opsd_signal`` is read; None: the student's own.
+        teacher, reference: vocabulary heads under which ``opsd_signal`` and ``opsd_base`` are read.
         ranks: data-parallel ranks; FSDP averages over them, so coefficients are multiplied by their number.
 
     Raises:
@@ -38,26 +43,42 @@ def loss_task(batch: TensorDict, loss: OpsdLoss, head_id: str, teacher_weight_VH
     ids, positions = batch["input_ids"].unbind(), batch["opsd_position"].unbind()
     counts = [len(p) for p in positions]
     anchor_N = flat(batch, "opsd_anchor")
-    if not loss.anchor and bool((anchor_N != 0).any()):
-        raise OpsdError(
-            f"rows with anchor coefficients under a loss without an anchor: {anchor_N.unique().tolist()[:5]}",
-            "a coefficient that is not used would vanish silently",
-            "set anchor=True in OpsdLoss, or build the rows with opsd_anchor = 0",
-        )
+    for name, used in (("anchor", loss.anchor), ("reward", loss.task_reward is not None)):
+        value_N = flat(batch, f"opsd_{name}")
+        if not used and bool((value_N != 0).any()):
+            raise OpsdError(
+                f"rows with opsd_{name} of {value_N.unique().tolist()[:5]} under a loss without that term",
+                "a coefficient that is not used would vanish silently",
+                f"set the term in OpsdLoss, or build the rows with opsd_{name} = 0",
+            )
+        if loss.divide_by_kept and bool((value_N != 0).any()):
+            raise OpsdError(
+                f"rows with opsd_{name} under a loss that is divided by the kept positions",
+                "one number divides the step's whole gradient, and this term has its own denominator",
+                f"take the threshold at collection, or build the rows with opsd_{name} = 0",
+            )
     packed = tu.get_non_tensor_data(batch, "use_remove_padding", True)
     return HeadTask(
         kind="loss",
         index_N=layout_index([len(x) for x in ids], positions, packed),
         labels_N=torch.cat([x[p + 1] for x, p in zip(ids, positions, strict=True)]),
-        teacher=signal_of(batch, "opsd_signal", counts, head_id),
-        teacher_weight_VH=teacher_weight_VH,
+        teacher=signal_of(batch, "opsd_signal", counts, teacher[0]),
+        teacher_weight_VH=teacher[1],
         coef_N=flat(batch, "opsd_coef") * ranks,
-        anchor=signal_of(batch, "opsd_base", counts, "student") if loss.anchor else None,
+        anchor=signal_of(batch, "opsd_base", counts, reference[0]) if loss.anchor else None,
+        anchor_weight_VH=reference[1] if loss.anchor else None,
         anchor_coef_N=anchor_N * ranks if loss.anchor else None,
         loss=loss.spec,
         chunk=loss.chunk,
+        policy=loss.task_reward is not None,
         behaviour_logprob_N=flat(batch, "opsd_behaviour") if loss.spec.divergence == "policy_gradient" else None,
     )
+
+
+def task_reward_loss(batch: TensorDict, task: HeadTask, clip: PpoClip, ranks: int) -> Tensor:
+    """PPO's term of a micro-batch, 0-d; ``ranks`` as in :func:`loss_task`."""
+    assert task.log_probs_N is not None
+    return ppo_loss(task.log_probs_N, flat(batch, "opsd_behaviour"), flat(batch, "opsd_reward") * ranks, clip)
 
 
 def kept_coefficient(batch: TensorDict, result: HeadResult, above: float) -> Tensor:
@@ -66,11 +87,20 @@ def kept_coefficient(batch: TensorDict, result: HeadResult, above: float) -> Ten
 
 
 def metrics_of(batch: TensorDict, result: HeadResult, step: int) -> dict[str, list[float]]:
-    """A flat list for each of ``TOKEN_VALUES`` and ``ROW_VALUES``, and ``opsd/step``, the optimizer step."""
+    """A flat list for each of ``TOKEN_VALUES`` and ``ROW_VALUES``, ``opsd/turn_position``, and ``opsd/step``, the optimizer step."""
     metrics = {f"opsd/{k}": getattr(result, f"{k}_N").tolist() for k in TOKEN_VALUES}
     metrics |= {f"opsd/{k}": flat(batch, f"opsd_{k}").tolist() for k in ROW_VALUES}
+    metrics["opsd/turn_position"] = torch.cat([turn_position(t) for t in batch["opsd_turn"].unbind()]).tolist()
     metrics["opsd/step"] = [step] * len(metrics["opsd/coef"])
     return metrics
+
+
+def turn_position(turn_N: Tensor) -> Tensor:
+    """Loss positions of the same turn before each one, of one row, int64[N]; a turn's positions are beside each other."""
+    place_N = torch.arange(len(turn_N), device=turn_N.device)
+    first_N = torch.ones_like(turn_N, dtype=torch.bool)
+    first_N[1:] = turn_N[1:] != turn_N[:-1]
+    return place_N - torch.where(first_N, place_N, 0).cummax(0).values
 
 
 def values_by_row(batch: TensorDict, result: HeadResult) -> dict[str, Tensor]:

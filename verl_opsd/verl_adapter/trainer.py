@@ -30,6 +30,7 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 
 from verl_opsd import resume
 from verl_opsd.config import OpsdConfig
+from verl_opsd.distill.policy import PpoClip
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.report import write_report
 from verl_opsd.rundir import RunDir
@@ -40,24 +41,25 @@ from verl_opsd.tokens.store import EpisodeStore
 from verl_opsd.verl_adapter import corpus, guards, teacher
 from verl_opsd.verl_adapter.engine import OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged, own_passes, rows_of, view_passes
-from verl_opsd.verl_adapter.reduce import update_groups, with_coefficients
-from verl_opsd.verl_adapter.updates import mask_at_collection
+from verl_opsd.verl_adapter.reduce import update_groups, with_coefficients, with_rewards
+from verl_opsd.verl_adapter.updates import mask_at_collection, rewards_of
 from verl_opsd.verl_adapter.worker import OpsdWorker
 
 #: Per-position values that the engine reports; saved as telemetry, never averaged by verl.
 TELEMETRY = "opsd/"
 
 
-def loss_of(opsd: OpsdConfig, lora: bool) -> OpsdLoss:
+def loss_of(opsd: OpsdConfig, lora: bool, clip: PpoClip) -> OpsdLoss:
     """The engine's loss for a configuration; the reference is the adapter switched off, or the initial weights without one."""
     return OpsdLoss(
         spec=opsd.loss.spec(),
         chunk=opsd.loss.chunk,
         reference="adapter_off" if lora else "initial",
         teacher=opsd.teacher.kind,
+        task_reward=clip if opsd.loss.task_reward_coef > 0 else None,
         divide_by_kept=opsd.loss.threshold is not None
         and (opsd.loss.threshold.taken, opsd.loss.threshold.denominator) == ("current", "kept"),
-        anchor=opsd.loss.anchor > 0,
+        anchor=opsd.loss.anchor > 0 or opsd.loss.drift,
     )
 
 
@@ -121,7 +123,9 @@ class OpsdTrainer(PPOTrainerSync):
 
     def make_loss(self) -> OpsdLoss:
         """The loss that every worker trains with."""
-        return loss_of(self.opsd, lora=self.ref_in_actor)
+        actor = self.config.actor_rollout_ref.actor
+        clip = PpoClip(actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c)
+        return loss_of(self.opsd, self.ref_in_actor, clip)
 
     def on_init_end(self) -> None:
         """Starts the device teacher, sets the loss, runs the start-up checks, publishes and checks what was published."""
@@ -159,6 +163,11 @@ class OpsdTrainer(PPOTrainerSync):
         if self.config.trainer.save_freq <= 0 and not self.config.trainer.val_only:
             self._export_adapter(self.total_training_steps)
         write_report(self.run_dir, self.opsd)
+
+    def _load_checkpoint(self) -> None:
+        if not self.ref_in_actor:  # the reference of full-parameter training is what the model was before any training
+            self.actor_rollout_wg.opsd_keep_initial()
+        super()._load_checkpoint()
 
     def _save_checkpoint(self) -> None:
         self._export_adapter(self.global_steps)  # before verl's part, which marks the checkpoint as whole
@@ -285,6 +294,8 @@ class OpsdTrainer(PPOTrainerSync):
             ids = columns["input_ids"][i]
             rows.append(padding_fields(ids) if tag.get("is_padding", False) else {k: columns[k][i] for k in FIELDS})
         rows = with_coefficients(rows, batch.keys, self._group_of, self.opsd.loss)
+        if self.opsd.loss.task_reward_coef > 0:
+            rows = with_rewards(rows, batch.keys, self._group_of, rewards_of(batch), self.opsd.loss.task_reward_coef)
         fields = {k: jagged([r[k] for r in rows]) for k in FIELDS}
         zeros = jagged([torch.zeros(m.numel()) for m in columns["response_mask"]])
         fields["advantages"], fields["returns"] = zeros, zeros.clone()

@@ -12,7 +12,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_opsd.config import LossConfig
 from verl_opsd.verl_adapter.passes import jagged
-from verl_opsd.verl_adapter.reduce import with_threshold
+from verl_opsd.verl_adapter.reduce import episode_of, with_threshold
 
 
 def rows_in_queue(batch: KVBatchMeta, names: Sequence[str]) -> list[dict[str, Tensor]]:
@@ -20,6 +20,13 @@ def rows_in_queue(batch: KVBatchMeta, names: Sequence[str]) -> list[dict[str, Te
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(names))
     columns = {k: list(data[k].unbind()) for k in names}
     return [{k: columns[k][i] for k in names} for i in range(len(batch))]
+
+
+def rewards_of(batch: KVBatchMeta) -> dict[str, float]:
+    """The reward of each episode of a round; padding rows are copies and have none."""
+    keys = [k for k, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+    scores = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["rm_scores"])["rm_scores"]
+    return {episode_of(key): float(score.sum()) for key, score in zip(keys, scores.unbind(), strict=True)}
 
 
 def mask_at_collection(

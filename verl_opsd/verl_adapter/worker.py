@@ -133,6 +133,10 @@ class OpsdTrainingWorker(TrainingWorker):
         """See :meth:`OpsdWorker.opsd_set_teacher_head`."""
         self._opsd_engine().set_teacher_head(name, weight_VH)
 
+    def keep_initial(self) -> None:
+        """See :meth:`OpsdWorker.opsd_keep_initial`."""
+        self._opsd_engine().keep_initial()
+
     def run_checks(self) -> list[checks.Check]:
         """See :meth:`OpsdWorker.opsd_checks`."""
         with self.engine.eval_mode():
@@ -183,6 +187,11 @@ class OpsdWorker(ActorRolloutRefWorker):
     def opsd_set_teacher_head(self, name: str, weight_VH: Tensor) -> None:
         """Keeps a device teacher's vocabulary weight (``OpsdEngine.set_teacher_head``); before the loss is set."""
         self.actor.set_teacher_head(name, weight_VH)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
+    def opsd_keep_initial(self) -> None:
+        """Keeps the weights as they are now as the reference ``initial`` (``OpsdEngine.keep_initial``); before a checkpoint is loaded."""
+        self.actor.keep_initial()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def opsd_checks(self) -> list[checks.Check]:

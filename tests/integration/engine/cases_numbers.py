@@ -30,7 +30,6 @@ from verl.workers.engine.base import EngineRegistry
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter import checks
 from verl_opsd.verl_adapter.engine import OpsdEngine
-from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged
 
 
@@ -127,7 +126,6 @@ def case_refusals() -> dict:
         "lm_head": refusal(lambda: build("untied", target_modules=["q_proj", "lm_head"])),
         "fused": refusal(lambda: _fused(lora_engine)),
         "adapter_off": refusal(lambda: full_engine.prepare(ADAPTER)),
-        "anchor": refusal(lambda: full_engine.prepare(OpsdLoss(reference="initial", anchor=True))),
         "unscored": refusal(unscored),
         "other_length": refusal(other_length),
         "other_token": refusal(other_token),

@@ -24,6 +24,7 @@ from ranks import (
 from tiny import V, batch, eager, eager_sampled, make_row, reference_model
 
 from verl_opsd.distill.loss import LossSpec
+from verl_opsd.distill.policy import PpoClip
 from verl_opsd.distill.weights import Threshold
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter.engine import OpsdEngine
@@ -99,6 +100,44 @@ def case_anchor() -> dict:
         one_step(engine, batch(mine(rows)), ADAPTER)
     except OpsdError as error:
         out["refused"] = str(error)
+    unanchored = all_rows()  # drift measured, and no part of the loss
+    measured = one_step(engine, batch(mine(unanchored)), anchored, values=("anchor",))
+    plain = one_step(engine, batch(mine(unanchored)), ADAPTER)
+    out["drift_loss"] = abs(measured["loss"] - plain["loss"])
+    out["drift_grad"] = max(float((measured["grads"][k] - g).norm() / g.norm()) for k, g in plain["grads"].items())
+    ones = [r | {"opsd_coef": torch.zeros_like(r["opsd_coef"])} for r in unanchored]
+    by_position = []  # KL(student || base) at each position, from the eager reference, one coefficient at a time
+    for r, row in enumerate(ones):
+        for n in (0, len(row["opsd_position"]) - 1):
+            picked = [dict(x) for x in ones]
+            picked[r]["opsd_anchor"] = torch.zeros(len(row["opsd_position"]))
+            picked[r]["opsd_anchor"][n] = 1.0
+            by_position.append(eager(student, None, picked, True)["loss"])
+    ends, at = torch.tensor([len(r["opsd_position"]) for r in ones]).cumsum(0).tolist(), []
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        at += [measured["anchor"][start], measured["anchor"][end - 1]]
+    out["drift"] = max(abs(a - b) for a, b in zip(at, by_position, strict=True))
+    out["drift_mean"] = sum(measured["anchor"]) / len(measured["anchor"])
+    return out
+
+
+def case_anchor_full() -> dict:
+    """The anchor of full-parameter training: the frozen copy's hidden states under the frozen copy's head."""
+    out = {}
+    for name in ("untied", "tied"):
+        engine, base = build(name, False), reference_model(f"{MODELS}/{name}", False)
+        engine.prepare(INITIAL)
+        copy_into(base, engine)
+        set_params(engine, "weight", 0.12, seed=8)
+        student = reference_model(f"{MODELS}/{name}", False)
+        copy_into(student, engine)
+        rows = all_rows()
+        for i, row in enumerate(rows):
+            row["opsd_anchor"] = torch.rand(len(row["opsd_position"]), generator=torch.Generator().manual_seed(i)) / 10
+        want = eager(student, base, rows, False)
+        anchored = OpsdLoss(chunk=5, reference="initial", anchor=True)
+        got = one_step(engine, batch(mine(rows)), anchored, values=("anchor",))
+        out[name] = compare(got, want) | {"drift": sum(got["anchor"]) / len(got["anchor"])}
     return out
 
 
@@ -117,6 +156,35 @@ def case_sampled() -> dict:
         out[f"{name}_unknown"] = float(got[~used].isnan().float().mean())
         found["divergence"], want["divergence"] = got[used].tolist(), want["divergence"][used]
         out[name] = compare(found, want) | {"masked": float((want["divergence"] == 0).float().mean())}
+    return out
+
+
+def case_task_reward() -> dict:
+    """PPO's term beside the distillation, against full logits: loss and gradient of both."""
+    engine = build("untied")
+    student = reference_model(f"{MODELS}/untied", True)
+    copy_into(student, engine)
+    rows = all_rows()
+    for i, row in enumerate(rows):
+        row["opsd_reward"] = torch.randn(len(row["opsd_position"]), generator=torch.Generator().manual_seed(i)) / 10
+    want = eager(student, None, rows, True)
+    plain_loss, grads, term = want["loss"], want["grads"], torch.zeros(())
+    student.zero_grad()
+    for row in rows:
+        token = row["input_ids"][row["opsd_position"] + 1][:, None]
+        logp = student(input_ids=row["input_ids"][None]).logits[0][row["opsd_position"]].log_softmax(-1).gather(-1, token)[:, 0]
+        a, ratio = row["opsd_reward"], (logp - row["opsd_behaviour"]).exp()
+        worst = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
+        term = term + torch.where(a < 0, torch.minimum(worst, -a * 3), worst).sum()
+    term.backward()
+    theirs = dict(student.named_parameters())
+    want["grads"] = {k: g + theirs[k].grad for k, g in grads.items()}
+    want["loss"] = plain_loss + float(term)
+    out: dict = {"term": float(term), "moved": max(float(theirs[k].grad.norm() / g.norm()) for k, g in grads.items())}
+    for name, settings in (("micro1", dict(micro=1)), ("micro2", dict(micro=2)), ("dynamic", dict(dynamic=True))):
+        loss = OpsdLoss(chunk=5, task_reward=PpoClip())
+        out[name] = compare(one_step(engine, batch(mine(rows), **settings), loss), want, ordered=name != "dynamic")
+    out["refused"] = refusal(lambda: one_step(engine, batch(mine(rows)), ADAPTER))
     return out
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import cpu_platform  # noqa: F401
 import torch
-from ranks import ADAPTER, MODELS, OUT, RANK, WORLD, all_rows, configs, gathered, means, mine, refusal, set_params
+from ranks import ADAPTER, INITIAL, MODELS, OUT, RANK, WORLD, all_rows, configs, gathered, means, mine, refusal, set_params
 from tiny import batch, full, make_row
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import TrainingWorkerConfig
@@ -113,10 +114,41 @@ def case_remote() -> dict:
     }
 
 
+def case_resumed_reference() -> dict:
+    """Full-parameter training: a step, a checkpoint, and a new engine that loads it."""
+    folder = str(Path(OUT).parent / f"checkpoint-{WORLD}")
+
+    def scored(worker: OpsdTrainingWorker, adapters: str) -> torch.Tensor:
+        controlled = dict(opsd_control_teacher="view", opsd_control_shift=0, opsd_control_adapters=adapters)
+        return torch.cat(list(worker.control(batch(mine(all_rows()), **controlled))["value_divergence"].unbind()))
+
+    first = _worker(lora=False)
+    first.set_loss_fn(INITIAL)
+    untouched = scored(first, "off")
+    start = [full(p.data).clone() for p in first.engine.module.parameters()]
+    first.train_mini_batch(batch(mine(all_rows()), mini_batch_size=4, epochs=2, seed=1))
+    trained, weights = scored(first, "on"), [full(p.data).clone() for p in first.engine.module.parameters()]
+    first.engine.save_checkpoint(folder)
+
+    second = _worker(lora=False)
+    second.keep_initial()
+    second.engine.load_checkpoint(folder)
+    second.set_loss_fn(INITIAL)
+    late = _worker(lora=False)
+    late.engine.load_checkpoint(folder)
+    now = [full(p.data) for p in second.engine.module.parameters()]
+    return {
+        "moved": max(float((a - b).abs().max()) for a, b in zip(start, weights, strict=True)),
+        "loaded": max(float((a - b).abs().max()) for a, b in zip(now, weights, strict=True)),
+        "reference": max(
+            float((scored(second, "off") - untouched).abs().max()), float((scored(second, "on") - trained).abs().max())
+        ),
+        "late": refusal(lambda: late.set_loss_fn(INITIAL)),
+    }
+
+
 def case_export() -> dict:
     """The exported adapter in PEFT's own hands, on a model that this project has not touched."""
-    from pathlib import Path
-
     from peft import PeftModel
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM

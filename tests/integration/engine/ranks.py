@@ -101,8 +101,9 @@ def grads_of(engine: OpsdEngine) -> dict[str, torch.Tensor]:
     return {k: full(p.grad).clone() for k, p in engine.module.named_parameters() if p.grad is not None}
 
 
-def one_step(engine: OpsdEngine, data: Any, loss: OpsdLoss) -> dict[str, Any]:
-    """Scores, then forward and backward; no optimizer step. Loss over ranks, divergences of all rows in order, gradients."""
+def one_step(engine: OpsdEngine, data: Any, loss: OpsdLoss, values: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Scores, then forward and backward; no optimizer step. Loss over ranks, divergences of all rows in order (and other ``values``
+    of theirs), gradients."""
     if "opsd_signal" not in data:
         data["opsd_signal"] = jagged(engine.score(data, loss))
     if loss.anchor:
@@ -117,7 +118,7 @@ def one_step(engine: OpsdEngine, data: Any, loss: OpsdLoss) -> dict[str, Any]:
         "loss": float(total) / WORLD,
         "divergence": [x for part in gathered(out["metrics"]["opsd/divergence"]) for x in part],
         "grads": grads,
-    }
+    } | {v: [x for part in gathered(out["metrics"][f"opsd/{v}"]) for x in part] for v in values}
 
 
 def copy_into(model: Any, engine: OpsdEngine) -> None:

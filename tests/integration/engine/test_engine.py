@@ -19,8 +19,10 @@ BOTH = (
     "parity_device_lora",
     "device_control",
     "anchor",
+    "anchor_full",
     "kept",
     "sampled",
+    "task_reward",
     "views",
     "masked",
     "one_against_two",
@@ -39,6 +41,7 @@ CASES = {
         "parity_lora_tied",
         "parity_full_untied",
         "parity_device_full",
+        "resumed_reference",
         "device_anchor",
         "adapters_off",
         "grouping",
@@ -130,6 +133,28 @@ def test_anchor_is_part_of_the_loss(measured: Any, world: int) -> None:
     assert "would vanish silently" in found["refused"]
 
 
+@each_world
+@pytest.mark.parametrize("model", ["untied", "tied"])
+def test_anchor_of_full_parameter_training_is_the_initial_model(measured: Any, world: int, model: str) -> None:
+    found = measured(world, "anchor_full")[model]
+    assert found["drift"] > 1e-2
+    assert found["loss"] < 1e-5 and found["grad"] < 1e-4 and found["missing"] == []
+
+
+def test_reference_after_a_resume_is_the_model_before_any_training(measured: Any) -> None:
+    found = measured(1, "resumed_reference")
+    assert found["moved"] > 1e-2 and found["loaded"] < 1e-6  # training changed the weights, and they were loaded
+    assert found["reference"] < 1e-6
+    assert "weights have moved" in found["late"]
+
+
+@each_world
+def test_drift_is_measured_without_being_part_of_the_loss(measured: Any, world: int) -> None:
+    found = measured(world, "anchor")
+    assert found["drift_loss"] < 1e-6 and found["drift_grad"] < 1e-5
+    assert found["drift"] < 1e-5 < 1e-2 < found["drift_mean"]
+
+
 def test_one_rank_equals_two(measured: Any) -> None:
     one, two = (measured(w, "one_against_two")["losses"] for w in (1, 2))
     assert one[0] != one[1] != one[2]
@@ -145,6 +170,15 @@ def test_sampled_estimators_are_their_formulas(measured: Any, world: int) -> Non
         assert found[name]["loss"] < 1e-5 * scale and found[name]["divergence"] < 1e-4, name
         assert found[f"{name}_unknown"] == 1, name
     assert 0.1 < found["policy_gradient"]["masked"] < 0.9  # some tokens are trusted, some not
+
+
+@each_world
+def test_task_reward_is_part_of_the_loss(measured: Any, world: int) -> None:
+    found = measured(world, "task_reward")
+    assert abs(found["term"]) > 1e-2 and found["moved"] > 1e-2
+    for name in ("micro1", "micro2", "dynamic"):
+        assert found[name]["loss"] < 1e-5 and found[name]["grad"] < 1e-4 and found[name]["missing"] == [], name
+    assert "would vanish silently" in found["refused"]
 
 
 @each_world
@@ -307,7 +341,6 @@ REFUSED = {
     "lm_head": "leave lm_head out",
     "fused": "use_fused_kernels=false",
     "adapter_off": "reference=initial",
-    "anchor": "switch the anchor off",
     "unscored": "train_mini_batch",
     "other_length": "one hidden state",
     "other_token": "is scored against",

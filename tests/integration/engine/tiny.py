@@ -102,6 +102,7 @@ def make_row(seed: int, loss_tokens: bool = True, per_turn: bool = False, brief:
         "opsd_coef": weights if coef is None else torch.full((n,), coef),
         "opsd_anchor": torch.zeros(n),
         "opsd_behaviour": -4.0 - 4 * torch.rand(n, generator=torch.Generator().manual_seed(seed)),
+        "opsd_reward": torch.zeros(n),
         "opsd_class": torch.zeros(n, dtype=torch.int64),
         "opsd_turn": turns,
         "opsd_view_ids": torch.cat(passes),
@@ -163,7 +164,7 @@ def eager(student: Any, teacher: Any, rows: list[dict], lora: bool) -> dict:
                 other = [
                     teacher(input_ids=p[None]).logits[0] for p in row["opsd_view_ids"].split(row["opsd_view_len"].tolist())
                 ]
-                base = own
+                base = teacher(input_ids=row["input_ids"][None]).logits[0]
         s = own[row["opsd_position"]].log_softmax(-1)
         t = torch.cat(other)[row["opsd_view_pos"]].log_softmax(-1)
         b = base[row["opsd_position"]].log_softmax(-1).detach()

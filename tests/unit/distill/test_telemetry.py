@@ -1,81 +1,119 @@
-"""Statistics by hand, exact merging, and a ledger that sums."""
+"""Statistics against numpy and by hand, exact merging, and a ledger that sums."""
 
 from __future__ import annotations
 
+import json
+from fractions import Fraction
+
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_opsd.distill.head import HeadResult
-from verl_opsd.distill.telemetry import Ledger, Telemetry, distribution, part_of_run
+from verl_opsd.distill.telemetry import ACCURACY, DEPTHS, MEANS, Distribution, ExactSum, Ledger, Telemetry, bucket, parts
 from verl_opsd.errors import OpsdError
 
+floats = st.floats(-1e3, 1e3, width=32)
 
-def result(div: list[float], drift: list[float] | None = None) -> HeadResult:
+
+def values(div: list[float], coef: list[float] | None = None, **more: list[float]) -> dict[str, np.ndarray]:
     n = len(div)
-    unknown = torch.full((n,), torch.nan)
-    drift_N = unknown if drift is None else torch.tensor(drift)
-    half = torch.full((n,), 0.5)
-    return HeadResult(torch.tensor(div), drift_N, unknown, unknown, half, half, unknown, half, half)
+    known = {"divergence": div, "coef": [1.0] * n if coef is None else coef, **more}
+    unknown = {k: [np.nan] * n for k in ("anchor", *MEANS) if k not in known}
+    return {k: np.array(v, np.float32) for k, v in (known | unknown).items()}
 
 
-def test_distribution_by_hand() -> None:
-    stats = distribution(torch.arange(1.0, 201.0)[torch.randperm(200)])
-    assert stats == {
-        "mean": 100.5,
-        "median": 100.0,
-        "p90": 180.0,
-        "p99": 198.0,
-        "max": 200.0,
-        "max_over_mean": 200 / 100.5,
-        "top1pct_share": (199 + 200) / 20100,
-    }
-    assert distribution(torch.tensor([torch.nan])) == {} and distribution(torch.zeros(0)) == {}
-    assert distribution(torch.tensor([3.0, torch.nan]))["median"] == 3.0
+def sketch(numbers) -> Distribution:
+    d = Distribution()
+    d.add_all(np.asarray(numbers, np.float32))
+    return d
 
 
-def test_summary_keeps_inside_and_outside_of_the_mask_apart() -> None:
-    part = Telemetry.of(result([1.0, 3.0, 100.0], [0.1, 0.3, 0.8]), torch.tensor([0.5, 0.5, 0.0]), {})
-    summary = part.summary()
-    assert summary["positions"] == 3 and summary["loss_positions"] == 2
-    assert summary["divergence/mean"] == 2.0 and summary["divergence/max"] == 3.0
-    assert summary["drift/mean"] == pytest.approx(0.4) and summary["drift/inside"] == pytest.approx(0.2)
-    assert summary["drift/outside"] == pytest.approx(0.8) and summary["agree"] == 0.5
-    assert "student_logprob" not in summary
+@given(st.lists(floats, max_size=60), st.lists(floats, max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_sums_are_exact_however_they_are_cut(a: list[float], b: list[float]) -> None:
+    one, two = ExactSum(), ExactSum()
+    one.add(np.array(a, np.float32))
+    two.add(np.array(b, np.float32))
+    one.merge(two)
+    assert one.count == len(a) + len(b)
+    assert one.total == float(sum((Fraction(float(np.float32(x))) for x in a + b), Fraction(0)))
+
+
+def test_infinite_values_have_no_mean() -> None:
+    with pytest.raises(OpsdError, match="finite"):
+        ExactSum().add(np.array([1.0, np.inf]))
+
+
+@given(st.lists(floats, min_size=1, max_size=200), st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0]))
+@settings(max_examples=80, deadline=None)
+def test_quantiles_are_those_of_numpy_within_the_accuracy(numbers: list[float], share: float) -> None:
+    numbers32 = np.array(numbers, np.float32).astype(np.float64)
+    want = np.quantile(numbers32, share, method="lower")
+    assert sketch(numbers).quantile(share) == pytest.approx(want, rel=1.001 * ACCURACY, abs=1e-37)
+
+
+def test_statistics_by_hand() -> None:
+    stats = sketch(np.random.default_rng(0).permutation(np.arange(1.0, 201.0))).stats()
+    assert (stats["mean"], stats["max"], stats["max_over_mean"]) == (100.5, 200.0, 200 / 100.5)
+    for name, want in (("median", 100.0), ("p90", 180.0), ("p99", 198.0), ("top1pct_share", (199 + 200) / 20100)):
+        assert stats[name] == pytest.approx(want, rel=1.001 * ACCURACY), name
+    assert sketch([]).stats() == {} == sketch([np.nan]).stats()
+    alone = sketch([3.0, np.nan]).stats()
+    assert (alone["mean"], alone["median"], alone["top1pct_share"]) == (3.0, 3.0, pytest.approx(1.0, abs=ACCURACY))
+    zero = sketch([0.0, 0.0]).stats()
+    assert (zero["mean"], zero["p99"], zero["max_over_mean"], zero["top1pct_share"]) == (0, 0, None, None)
+
+
+def test_inside_and_outside_of_the_mask_are_apart() -> None:
+    t = Telemetry()
+    t.add(values([1.0, 3.0, 100.0, 50.0], [0.5, 0.5, 0.0, 0.5], anchor=[0.1, 0.3, 0.8, 0.6], weight=[1, 2, 1, 0]), {})
+    s = t.summary()["all"]
+    assert (s["positions"], s["loss_positions"]) == (4, 2)
+    assert (s["divergence"]["mean"], s["divergence"]["max"], s["weight"]) == (2.0, 3.0, 1.5)
+    assert s["drift"]["mean"] == pytest.approx(0.45) and s["drift"]["max"] == pytest.approx(0.8)
+    assert (s["drift"]["inside"], s["drift"]["outside"]) == (pytest.approx(0.2), pytest.approx(0.7))
+    assert "entropy" not in s
 
 
 def test_groups_by_label() -> None:
-    labels = {"token_class": torch.tensor([0, 0, 2]), "quarter": torch.tensor([1, 1, 1])}
-    part = Telemetry.of(result([1.0, 3.0, 5.0]), torch.ones(3), labels)
-    means = {k: v.summary()["divergence/mean"] for k, v in part.by("token_class").items()}
-    assert means == {0: 2.0, 2: 5.0}
-    assert part.where(token_class=2, quarter=1).summary()["divergence/max"] == 5.0
+    t = Telemetry()
+    t.add(values([1.0, 3.0, 5.0], agree=[1, 0, 1]), {"class": np.array([0, 0, 2]), "epoch": np.array([1, 1, 1])})
+    s = t.summary()["by"]
+    assert {k: (c["divergence"]["mean"], c["agree"], c["positions"]) for k, c in s["class"].items()} == {
+        "0": (2.0, 0.5, 2),
+        "2": (5.0, 1.0, 1),
+    }
+    assert s["epoch"]["1"]["loss_positions"] == 3
 
 
-@given(st.lists(st.floats(0, 1e3, width=32), min_size=2, max_size=40), st.data())
+@given(st.lists(st.tuples(floats, st.integers(0, 2), st.booleans()), min_size=2, max_size=40), st.data())
 @settings(max_examples=40, deadline=None)
-def test_merging_is_bit_equal_however_positions_are_cut(div, data) -> None:
-    whole = Telemetry.of(result(div), torch.ones(len(div)), {})
-    order = data.draw(st.permutations(range(len(div))))
-    cut = data.draw(st.integers(0, len(div)))
-    parts = [Telemetry.of(result([div[i] for i in ids]), torch.ones(len(ids)), {}) for ids in (order[:cut], order[cut:])]
-    assert str(Telemetry.merge(parts).summary()) == str(whole.summary())
+def test_merging_is_bit_equal_however_positions_are_cut(rows, data) -> None:
+    """Ranks and micro-batches: any order, any cut, any nesting of the merges."""
 
+    def of(some) -> Telemetry:
+        t = Telemetry()
+        div, code, inside = (list(x) for x in zip(*some, strict=True)) if some else ([], [], [])
+        t.add(values(div, [float(x) for x in inside], anchor=div, entropy=div), {"class": np.array(code, np.int64)})
+        return t
 
-def test_merge_refuses_different_labels_and_nothing() -> None:
-    one = Telemetry.of(result([1.0]), torch.ones(1), {})
-    other = Telemetry.of(result([1.0]), torch.ones(1), {"epoch": torch.zeros(1, dtype=torch.int64)})
-    for parts in ([one, other], []):
-        with pytest.raises(OpsdError, match="same labels"):
-            Telemetry.merge(parts)
+    order = data.draw(st.permutations(rows))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), min_size=2, max_size=2)))
+    a, b, c = of(order[: cuts[0]]), of(order[cuts[0] : cuts[1]]), of(order[cuts[1] :])
+    b.merge(c)
+    a.merge(b)
+    assert json.dumps(a.summary(), sort_keys=True) == json.dumps(of(rows).summary(), sort_keys=True)
 
 
 def test_parts_of_a_run() -> None:
-    assert [part_of_run(s, 8, 4) for s in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [part_of_run(s, 3, 3) for s in range(3)] == [0, 1, 2]
-    with pytest.raises(OpsdError, match="length of the whole run"):
-        part_of_run(8, 8, 4)
+    assert parts(0, 10, 10, 4).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]  # as numpy.array_split
+    assert parts(4, 3, 10, 4).tolist() == [1, 1, 2]
+    assert parts(0, 2, 2, 3).tolist() == [0, 1]
+
+
+def test_buckets_are_named_by_their_lower_bound() -> None:
+    assert bucket(np.array([0, 1, 255, 256, 511, 512, 70000]), DEPTHS).tolist() == [0, 0, 0, 256, 256, 512, 65536]
 
 
 def test_ledger_sums_or_is_refused() -> None:

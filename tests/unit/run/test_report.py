@@ -1,9 +1,13 @@
 """The report's numbers against counts and intervals worked by hand."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from verl_opsd.evaluation.report import rate, standings, telemetry
+from verl_opsd.config import LossConfig
+from verl_opsd.errors import OpsdError
+from verl_opsd.evaluation.report import ledger, rate, standings, telemetry
 from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade
 from verl_opsd.verl_adapter.guards import kl_rows
 
@@ -47,12 +51,69 @@ def test_nothing_scored_has_no_interval():
 
 def test_quarters_follow_training_order_over_rounds(tmp_path):
     for n, values in ((1, [4.0, 4.0, 2.0, 2.0]), (2, [1.0, 1.0, 0.0, 0.0])):
-        np.savez(tmp_path / f"{n:05d}.npz", divergence=np.array(values, np.float32), agree=np.array([1, 0, 1, 1], np.float32))
+        save(tmp_path, n, divergence=values, agree=[1, 0, 1, 1])
     got = telemetry(tmp_path)
     assert got["kl_by_quarter"] == [4.0, 2.0, 1.0, 0.0]
     assert got["agreement_by_quarter"] == [0.5, 1.0, 0.5, 1.0]
     assert got["kl_by_round"] == [3.0, 0.5]
     assert (got["kl_mean"], got["kl_max_over_mean"], got["loss_positions"]) == (1.75, pytest.approx(4 / 1.75), 8)
+    assert got["window"] == {"rounds": [1, 2], "positions": 8}
+    thirds = got["summary"]["by"]["third"]
+    assert [thirds[k]["positions"] for k in "012"] == [3, 3, 2] and thirds["0"]["divergence"]["mean"] == pytest.approx(10 / 3)
+    assert "drift_by_quarter" not in got
+
+
+def save(folder, number, **columns):
+    """One round's file; what is not given is a default that says nothing."""
+    n = len(columns["divergence"])
+    unknown = ("anchor", "entropy", "weight", "student_logprob", "teacher_logprob", "coverage_student", "coverage_teacher")
+    default = dict.fromkeys(unknown, [np.nan] * n) | dict.fromkeys(
+        ("class", "turn", "turn_position", "position", "step"), [0] * n
+    )
+    columns = {"coef": [1 / n] * n, "agree": [1] * n} | default | columns
+    np.savez(folder / f"{number:05d}.npz", **{k: np.array(v, np.float32) for k, v in columns.items()})
+
+
+def test_groups_of_a_round_by_hand(tmp_path):
+    """Two epochs of one position used, one masked by its coefficient, one by a threshold; the second and fourth step."""
+    save(
+        tmp_path,
+        3,
+        divergence=[1.0, 9.0, 9.0, 3.0, 9.0, 9.0],
+        coef=[0.5, 0, 0.5] * 2,
+        weight=[1, 1, 0] * 2,
+        anchor=[0.1, 0.2, 0.3] * 2,
+        step=[6, 6, 6, 7, 7, 7],
+        position=[99, 300, 600] * 2,
+        turn=[0, 3, 8] * 2,
+        turn_position=[0, 5, 70] * 2,
+        **{"class": [2, 0, 1] * 2},
+    )
+    got = telemetry(tmp_path, epochs=2)
+    by = got["summary"]["by"]
+    assert (got["loss_positions"], got["window"]["positions"], got["kl_mean"]) == (2, 6, 2.0)
+    assert [by["epoch"][k]["divergence"]["mean"] for k in "01"] == [1.0, 3.0]
+    assert list(by["class"]) == ["think", "message", "command"] and by["class"]["think"]["loss_positions"] == 0
+    assert list(by["turn"]) == ["0", "2", "8"] and list(by["turn_position"]) == ["0", "4", "64"]
+    assert list(by["depth"]) == ["0", "256", "512"]
+    drift = got["summary"]["all"]["drift"]
+    assert (drift["mean"], drift["inside"], drift["outside"]) == pytest.approx((0.2, 0.1, 0.25), rel=1e-6)
+
+
+def turns(*kinds_and_lengths):
+    return tuple(SimpleNamespace(kind=k, response_ids=[0] * n) for k, n in kinds_and_lengths)
+
+
+def test_ledger_counts_each_state_and_token_once(tmp_path):
+    save(tmp_path, 1, divergence=[1.0] * 6, coef=[1, 1, 0] * 2, weight=[1, 0, 1] * 2, step=[0] * 3 + [1] * 3)
+    good = SimpleNamespace(scored=True, outcome="scored", turns=turns(("policy", 2), ("malformed", 9), ("policy", 1)))
+    fault = SimpleNamespace(scored=False, outcome="infra:engine_died", turns=turns(("policy", 5)))
+    found = ledger([good, fault], tmp_path, LossConfig(turn_kinds=("policy",), epochs=2))
+    assert (found.states, found.usable, found.reply_tokens, found.loss_positions) == (4, 2, 3, 1)
+    assert found.dropped == {"kind malformed": 1, "infra:engine_died": 1}
+    assert found.left_out == {"coefficient 0": 1, "below the threshold": 1} and found.by_class == {"think": 1}
+    with pytest.raises(OpsdError, match="reply tokens"):  # a token that was sampled and is nowhere
+        ledger([good], tmp_path, LossConfig(turn_kinds=("policy", "malformed"), epochs=2))
 
 
 def test_publish_divergence_is_the_definition():

@@ -47,6 +47,7 @@ def test_golden_row():
         "opsd_coef": [0.5, 0.25, 0.0],
         "opsd_anchor": [0.0, 0.0, 0.0],
         "opsd_behaviour": [-0.5, -1.5, -0.25],
+        "opsd_reward": [0.0, 0.0, 0.0],
         "opsd_class": [0, 2, 1],
         "opsd_turn": [0, 0, 2],
         "opsd_view_ids": [5, 70, 71, 6, 7, 8, 9, 4, 9, 3],

@@ -34,6 +34,7 @@ def row() -> dict[str, torch.Tensor]:
         "opsd_coef": torch.ones(3),
         "opsd_anchor": torch.zeros(3),
         "opsd_behaviour": torch.tensor([-0.5, -1.0, -2.0]),
+        "opsd_reward": torch.zeros(3),
         "opsd_class": torch.zeros(3, dtype=i64),
         "opsd_turn": torch.tensor([0, 1, 1]),
         "opsd_view_ids": torch.tensor([7, 8, 10, 11, 12, 7, 8, 9, 7, 8, 10, 11, 12, 13, 14, 15]),

@@ -8,7 +8,7 @@ import torch
 from verl_opsd.config import LossConfig, ThresholdConfig
 from verl_opsd.distill.reduction import coefficients
 from verl_opsd.errors import OpsdError
-from verl_opsd.verl_adapter.reduce import with_coefficients, with_threshold
+from verl_opsd.verl_adapter.reduce import with_coefficients, with_rewards, with_threshold
 
 # Step 0: episode a with branches a_0_0 (turns 0, 0, 1) and a_0_1 (turn 2). Step 1: episode b (turn 0, 0), and a padding row.
 KEYS, GROUPS = ["a_0_0", "a_0_1", "b_0_0", "p_0_0"], [0, 0, 1, 1]
@@ -72,3 +72,13 @@ def test_a_step_that_keeps_nothing_has_no_mean() -> None:
     rows = with_coefficients(static_rows(), KEYS, GROUPS, loss)  # step 0 has no weight above 0.1 nats
     with pytest.raises(OpsdError, match="no weight"):
         with_threshold(rows, KL, KEYS, GROUPS, loss)
+
+
+def test_rewards_by_hand() -> None:
+    """Rewards 1 and 0: advantages 1 and -1. Step 0 has the 4 positions of a, step 1 the 2 of b."""
+    rows = [{"opsd_position": t} for t in TURNS]
+    got = with_rewards(rows, KEYS, GROUPS, {"a_0": 1.0, "b_0": 0.0}, coef=0.1)
+    want = [[0.025] * 3, [0.025], [-0.05] * 2, []]
+    assert [r["opsd_reward"].tolist() for r in got] == [pytest.approx(w) for w in want]
+    with pytest.raises(OpsdError, match="two or more"):
+        with_rewards(rows[:2], KEYS[:2], [0, 0], {"a_0": 1.0}, coef=0.1)

@@ -43,6 +43,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
         "b_0_0": {"opsd_coef": torch.tensor([0.5]), "opsd_turn": torch.tensor([3])},
         "p_0_0": {"opsd_coef": torch.zeros(0), "opsd_turn": torch.zeros(0, dtype=torch.int64)},
     }
+    rows["a_0_0"]["rm_scores"], rows["b_0_0"]["rm_scores"] = torch.tensor([0.0, 0.5]), torch.tensor([1.0])
     fake = Queue(rows)
     monkeypatch.setattr(updates, "tq", fake)
     return fake
@@ -57,3 +58,9 @@ def test_threshold_at_collection_replaces_the_coefficients_row_by_row(queue: Que
     assert queue.rows["a_0_0"]["opsd_coef"].tolist() == pytest.approx([0, 1 / 3])
     assert queue.rows["b_0_0"]["opsd_coef"].tolist() == pytest.approx([2 / 3])
     assert queue.rows["p_0_0"]["opsd_coef"].numel() == 0
+
+
+def test_rewards_are_those_of_real_rows(queue: Queue) -> None:
+    tags = [{"is_padding": False}, {"is_padding": True}, {}]
+    batch = Batch(keys=["a_0_0", "p_0_0", "b_0_0"], tags=tags, partition_id="train")
+    assert updates.rewards_of(batch) == {"a_0": 0.5, "b_0": 1.0}

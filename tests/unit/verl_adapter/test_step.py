@@ -1,0 +1,42 @@
+"""A micro-batch's record: positions of a turn, and what is kept, by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from verl_opsd.distill.head import HeadResult
+from verl_opsd.verl_adapter.passes import jagged
+from verl_opsd.verl_adapter.step import kept_coefficient, metrics_of, turn_position
+
+ROWS = {
+    "opsd_coef": [[0.1, 0.2, 0.3], [], [0.4]],
+    "opsd_class": [[0, 1, 1], [], [4]],
+    "opsd_turn": [[2, 2, 3], [], [3]],
+    "opsd_position": [[7, 8, 20], [], [21]],
+}
+
+
+def batch() -> dict[str, torch.Tensor]:
+    dtypes = {"opsd_coef": torch.float32}
+    return {k: jagged([torch.tensor(x, dtype=dtypes.get(k, torch.int64)) for x in rows]) for k, rows in ROWS.items()}
+
+
+def test_positions_of_a_turn_start_at_each_turn_and_each_row() -> None:
+    assert turn_position(torch.tensor([0, 0, 0, 2, 2, 5])).tolist() == [0, 1, 2, 0, 1, 0]
+    assert turn_position(torch.zeros(0, dtype=torch.int64)).tolist() == []
+
+
+def test_record_has_one_entry_a_position_in_order() -> None:
+    names = [f for f in HeadResult.__dataclass_fields__]
+    result = HeadResult(**{name: torch.arange(4) + 10.0 * i for i, name in enumerate(names)})
+    got = metrics_of(batch(), result, step=5)
+    assert got["opsd/turn_position"] == [0, 1, 0, 0]  # the second row of turn 3 is another row
+    assert got["opsd/position"] == [7, 8, 20, 21] and got["opsd/step"] == [5] * 4 and got["opsd/class"] == [0, 1, 1, 4]
+    for i, name in enumerate(names):
+        assert got[f"opsd/{name.removesuffix('_N')}"] == [10.0 * i + n for n in range(4)]
+
+
+def test_kept_coefficients_are_those_above_the_threshold() -> None:
+    nan = torch.full((4,), torch.nan)
+    result = HeadResult(torch.tensor([0.05, 0.06, 0.01, 0.2]), *[nan] * 8)
+    assert abs(kept_coefficient(batch(), result, 0.05).item() - 0.6) < 1e-6
