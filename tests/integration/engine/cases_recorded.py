@@ -30,7 +30,7 @@ def _row(ids: np.ndarray, mask: np.ndarray, brief: list[int], markers: ChatMarke
         "loss_mask": torch.ones(len(ids), dtype=torch.int64),
         "opsd_position": position,
         "opsd_coef": torch.full((n,), coef),
-        "opsd_anchor": torch.zeros(n),
+        **{f"opsd_{k}": torch.zeros(n) for k in ("anchor", "behaviour", "reward")},
         "opsd_class": torch.zeros(n, dtype=torch.int64),
         "opsd_turn": torch.zeros(n, dtype=torch.int64),
         "opsd_view_ids": torch.from_numpy(np.asarray(view.ids, np.int64)),
