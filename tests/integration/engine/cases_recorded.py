@@ -60,7 +60,7 @@ def case_recorded() -> dict:
             single.append(_row(b.input_ids[:end], own[:end], brief, markers, coef))
     engine = build_engine(name)
     loss = OpsdLoss(chunk=64)
-    by_branch, by_turn = one_step(engine, batch(whole), loss), one_step(engine, batch(single), loss)
+    by_branch, by_turn = one_step(engine, batch(whole, micro=1), loss), one_step(engine, batch(single, micro=1), loss)
     kl = torch.tensor(by_branch["divergence"]) - torch.tensor(by_turn["divergence"])
     return {
         "rows": [len(whole), len(single)],
