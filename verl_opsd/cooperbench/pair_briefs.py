@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from verl_opsd.cooperbench.dataset import tree_files
+from verl_opsd.cooperbench.dataset import discover, tree_files
 from verl_opsd.cooperbench.prepare import is_prepared, load_prepared
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
@@ -35,7 +35,30 @@ def task_facts(pair: PairTask, files: str | None = None, student_patch: Mapping[
     """What task-specific briefs of a pair are made of."""
     features = agents_of(pair)
     folder = None if files is None else Path(files).expanduser()
-    return TaskFacts(pair.key, lambda agent, kind: patch_of(pair, features[agent], kind), folder, student_patch)
+    return TaskFacts(
+        pair.key,
+        lambda agent, kind: patch_of(pair, features[agent], kind),
+        folder,
+        student_patch,
+        lambda: texts_elsewhere(pair),
+    )
+
+
+def texts_elsewhere(pair: PairTask) -> dict[str, str]:
+    """Task texts by agent of the next task of another repository, in the dataset's order; of another task where all are of one.
+
+    Raises:
+        OpsdError: the dataset holds no other task.
+    """
+    tasks = [t for t in discover(pair.dataset_dir) if len(t.features) > 1]
+    here = next(i for i, t in enumerate(tasks) if (t.repo, t.task_id) == (pair.repo, pair.task_id))
+    others = [t for t in (*tasks[here + 1 :], *tasks[:here]) if t.repo != pair.repo] or [*tasks[here + 1 :], *tasks[:here]]
+    if not others:
+        raise OpsdError(
+            f"{pair.dataset_dir} holds no task but {pair.repo}/task{pair.task_id}", "wrong_task needs another", "add one"
+        )
+    other = PairTask(pair.dataset_dir, others[0].repo, others[0].task_id, (others[0].features[0], others[0].features[1]))
+    return {agent: other.feature_text(f) for agent, f in agents_of(other).items()}
 
 
 def briefs_of(

@@ -138,12 +138,14 @@ class TaskFacts:
         material: (agent id, ``tests`` or ``gold``) -> the patch with that agent's hidden tests or its gold solution.
         files: folder of authored workflow files.
         student_patch: agent id -> the patch that the agent ended with; None before there is an episode.
+        elsewhere: task texts by agent id of a pair of another task, for the control brief ``wrong_task``.
     """
 
     key: str
     material: Callable[[str, Literal["tests", "gold"]], str] | None = None
     files: Path | None = None
     student_patch: Mapping[str, str] | None = None
+    elsewhere: Callable[[], Mapping[str, str]] | None = None
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,17 @@ def _peer_specs(case: Case) -> Brief:
     return compose(*(peer_spec(case.agent_id, peer, case.peers[peer]) for peer in sorted(case.peers)), name="peer_spec")
 
 
+def _wrong_task(case: Case) -> Brief:
+    """The peer spec as a pair of another task would have it: as long and as well formed, and of no use."""
+    elsewhere = case.facts("wrong_task").elsewhere
+    if elsewhere is None:
+        raise OpsdError(
+            f"wrong_task for {case.agent_id} without another task", "it is read from the dataset", "pass elsewhere="
+        )
+    texts = elsewhere()
+    return compose(*(peer_spec(case.agent_id, peer, texts[peer]) for peer in sorted(case.peers)), name="wrong_task")
+
+
 def _role(name: str) -> Callable[[Case], Brief]:
     own = () if name == "role_context_only" else (name,)
     return lambda case: compose(_peer_specs(case), *(_text(n)(case) for n in own), name=name)
@@ -163,6 +174,7 @@ for _name in (*PROTOCOLS, *MENUS, "process"):
 for _name in ROLES:
     register_brief(_name, _role(_name))
 register_brief("mixed", _mixed)
+register_brief("wrong_task", _wrong_task)
 register_brief("workflow", _workflow)
 register_brief("own_tests", _answer("own_tests", "tests", "The tests of your feature"))
 register_brief("gold_patch", _answer("gold_patch", "gold", "A solution of your task"))

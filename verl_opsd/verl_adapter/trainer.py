@@ -43,6 +43,7 @@ from verl_opsd.verl_adapter.engine import OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged, own_passes, rows_of, view_passes
 from verl_opsd.verl_adapter.reduce import update_groups, with_coefficients, with_rewards
 from verl_opsd.verl_adapter.updates import mask_at_collection, rewards_of
+from verl_opsd.verl_adapter.watch import ActorWatch
 from verl_opsd.verl_adapter.worker import OpsdWorker
 
 #: Per-position values that the engine reports; saved as telemetry, never averaged by verl.
@@ -91,6 +92,7 @@ class OpsdTrainer(PPOTrainerSync):
     worker_cls: type[OpsdWorker] = OpsdWorker
 
     resource_pool_manager: ResourcePoolManager
+    agent_loops: ActorWatch
 
     def __init__(self, config: Any):
         self.opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
@@ -111,7 +113,15 @@ class OpsdTrainer(PPOTrainerSync):
     def _build_replay_buffer(self):  # type: ignore[no-untyped-def]
         # any name but "sync" silently gets the asynchronous buffer, batch size 1 and queue checkpoints
         self.trainer_mode = "sync"
-        return super()._build_replay_buffer()
+        buffer = super()._build_replay_buffer()
+        wait = buffer._wait_for_next_poll
+
+        def watched(*args: Any) -> float:
+            self.agent_loops.require()
+            return wait(*args)
+
+        buffer._wait_for_next_poll = watched
+        return buffer
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -157,6 +167,7 @@ class OpsdTrainer(PPOTrainerSync):
 
     def fit(self, agent_loop_manager: Any) -> None:
         """Trains, exports the adapter and writes the report; the report also when only evaluation was asked for."""
+        self.agent_loops = ActorWatch(agent_loop_manager.agent_loop_workers, "agent-loop worker")
         with self.run_dir.stage(0, "start", started=self.run_dir.started()):
             pass  # it ends here: workers run, models are loaded, start-up checks have passed
         super().fit(agent_loop_manager)

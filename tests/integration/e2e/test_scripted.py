@@ -186,7 +186,7 @@ def test_per_turn_scoring_equals_per_branch_scoring_on_the_recorded_episode(job,
     found = json.loads(out.read_text())["recorded"]
     sampled = Counter(t["episode_id"] for t in table(job.directory, "turns", "train") for _ in t["response_ids"])
     branches, turns_ = found["rows"]
-    assert branches == 2 < turns_ == 9  # two agents; five and four turns
+    assert branches == 3 < turns_ == 9  # of two agents, one of whose malformed turn is a branch; five and four turns
     assert found["positions"] == sampled[episode(job, "train", (1, 2))["episode_id"]]
     assert found["mean"] > 1e-4
     assert found["kl"] < 1e-5 and found["loss"] < 1e-5 and found["grad"] < 1e-4, found

@@ -30,7 +30,7 @@ def _row(ids: np.ndarray, mask: np.ndarray, brief: list[int], markers: ChatMarke
         "loss_mask": torch.ones(len(ids), dtype=torch.int64),
         "opsd_position": position,
         "opsd_coef": torch.full((n,), coef),
-        "opsd_anchor": torch.zeros(n),
+        **{f"opsd_{k}": torch.zeros(n) for k in ("anchor", "behaviour", "reward")},
         "opsd_class": torch.zeros(n, dtype=torch.int64),
         "opsd_turn": torch.zeros(n, dtype=torch.int64),
         "opsd_view_ids": torch.from_numpy(np.asarray(view.ids, np.int64)),
@@ -60,7 +60,7 @@ def case_recorded() -> dict:
             single.append(_row(b.input_ids[:end], own[:end], brief, markers, coef))
     engine = build_engine(name)
     loss = OpsdLoss(chunk=64)
-    by_branch, by_turn = one_step(engine, batch(whole), loss), one_step(engine, batch(single), loss)
+    by_branch, by_turn = one_step(engine, batch(whole, micro=1), loss), one_step(engine, batch(single, micro=1), loss)
     kl = torch.tensor(by_branch["divergence"]) - torch.tensor(by_turn["divergence"])
     return {
         "rows": [len(whole), len(single)],

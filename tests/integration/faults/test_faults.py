@@ -78,7 +78,10 @@ def test_kill_9_resume_and_a_masked_episode(job: Callable[..., Job]):
     second.require_clean()
 
 
-@pytest.mark.parametrize("how", ["kill -9 of the TaskRunner", pytest.param("Ctrl-C", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how",
+    ["TaskRunner", pytest.param("AgentLoopWorker", marks=pytest.mark.slow), pytest.param("Ctrl-C", marks=pytest.mark.slow)],
+)
 def test_stopped_in_the_middle_of_an_episode(job: Callable[..., Job], how: str):
     slow = {"agent1": [SLOW, LOOK], "agent2": [SLOW, LOOK]}
     run = job({FIRST: slow, SECOND: slow}, "trainer.total_training_steps=1", "opsd.contract.command_timeout_s=30")
@@ -87,11 +90,13 @@ def test_stopped_in_the_middle_of_an_episode(job: Callable[..., Job], how: str):
     if how == "Ctrl-C":
         run.process.send_signal(signal.SIGINT)
     else:
-        runner = run.actor("TaskRunner")
-        assert runner is not None
-        runner.kill()
+        actor = run.actor(how)
+        assert actor is not None
+        actor.kill()
     start = time.monotonic()
     wait_for(lambda: run.process.poll() is not None, 60 * load(), f"end of the run after {how}")
     print(f"{how}: the command ended after {time.monotonic() - start:.1f} s with {run.process.returncode}")
     assert run.process.returncode not in (0, None)
+    if how == "AgentLoopWorker":
+        assert "error: agent-loop worker 0 has died" in run.text()
     run.require_clean()

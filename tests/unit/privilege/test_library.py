@@ -190,3 +190,18 @@ def test_a_file_keeps_its_text_byte_for_byte():
     body = "  indented `code`\n\n--- a/file\n+++ b/file\n@@ -1 +1 @@\n-\tx {{other}}\n"
     file = parse(f"title: t\n\n--- section a workflow\n{body}", "f.md")
     assert file.sections[0].text + "\n" == body and file.value("title") == "t"
+
+
+def test_wrong_task_is_the_peer_spec_of_another_repository():
+    from verl_opsd.cooperbench.dataset import POCKET_DIR, load_subset
+    from verl_opsd.cooperbench.pair_briefs import briefs_of
+
+    pairs = load_subset("pocket_train", POCKET_DIR) + load_subset("pocket_eval", POCKET_DIR)
+    texts = {p.feature_text(f).strip(): p.repo for p in pairs for f in p.features}
+    for pair in pairs:
+        for agent, brief in briefs_of(pair, "wrong_task").items():
+            introduction, task = brief.sections
+            assert brief.kind == "scope" and texts[task.text] != pair.repo
+            assert introduction == briefs_of(pair, "peer_spec")[agent].sections[0]
+    with pytest.raises(OpsdError, match="another task"):
+        make_brief("wrong_task", "agent1", PEERS["agent1"], task=facts())

@@ -1,0 +1,85 @@
+"""The presets compose and say what the runs on record were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from verl_opsd.config import OpsdConfig
+from verl_opsd.paths import conf_dir
+
+PRESETS = {  # name: (brief, teacher, epochs, anchor, threshold)
+    "r0": ("peer_spec", "device", 3, 0.0, None),
+    "r2_masked": ("peer_spec", "device", 1, 0.0, 0.05),
+    "r3": ("workflow+gold_patch", "device", 1, 0.0, None),
+    "self": ("workflow+gold_patch", "self", 1, 0.0, None),
+    "proto": ("workflow", "device", 3, 0.0, None),
+    "negotiate": ("menu_measured", "device", 3, 0.0, None),
+    "anchored": ("workflow", "device", 2, 0.5, None),
+    "roles": ("role_context_only", "device", 1, 0.0, None),
+    "control_unbriefed": ("none", "device", 1, 0.0, None),
+    "control_identity": ("none", "self", 1, 0.0, None),
+    "control_wrong_task": ("wrong_task", "device", 1, 0.0, None),
+}
+
+
+@pytest.fixture(scope="module")
+def compose() -> Iterator:
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["test", "+recipe=opd"])
+        patch.setenv("OPSD_RUN_DIR", "/run")
+        patch.setenv("OPSD_RAY_TMP", "/ray")
+        import verl  # noqa: F401
+
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            yield lambda *overrides: hydra_compose("ppo_trainer", list(overrides), return_hydra_config=True)
+
+
+def test_every_preset_is_tested() -> None:
+    assert {p.stem for p in (conf_dir() / "experiment").glob("seeds_*.yaml")} == {f"seeds_{n}" for n in PRESETS}
+
+
+@pytest.mark.parametrize(
+    "recipe", [["+recipe=opd_offline", "corpus=C"], ["+recipe=opd"], ["+recipe=opd_offline", "corpus=C", "scale=gpu2"]]
+)
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_compose(name: str, recipe: list[str], compose, tmp_path: Path) -> None:
+    from verl_opsd.verl_adapter.launch import parse
+
+    brief, teacher, epochs, _anchor, _threshold = PRESETS[name]
+    files = [f"opsd.brief.files={tmp_path}"] if "workflow" in brief else []
+    config = compose(*recipe, f"+experiment=seeds_{name}", *files)
+    opsd: OpsdConfig = parse(config)
+    assert (opsd.brief.name, opsd.teacher.kind, opsd.loss.epochs, opsd.loss.anchor, opsd.loss.threshold) == PRESETS[name]
+    assert opsd.brief.placement == "last_user" and opsd.brief.allow_answer == ("workflow" in brief)
+    assert opsd.teacher.path == ("Qwen/Qwen3.5-27B" if teacher == "device" else None)
+    assert (opsd.loss.divergence, opsd.loss.support, opsd.loss.top_k, opsd.loss.max_prefix) == (
+        "reverse_kl",
+        "student_topk",
+        20,
+        16384,
+    )
+    model = config.actor_rollout_ref.model
+    assert (model.lora_rank, model.lora_alpha, config.actor_rollout_ref.actor.optim.lr) == (32, 64, 5e-5)
+    assert sorted(model.target_modules) == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert config.actor_rollout_ref.actor.ppo_epochs == epochs
+
+
+def test_the_role_ablation_is_a_sweep_over_four_arms(compose) -> None:
+    from verl_opsd.privilege.library import ROLES
+
+    config = compose("+recipe=opd", "+experiment=seeds_roles")
+    assert config.hydra.sweeper.params["opsd.brief.name"].split(",") == list(ROLES)
+
+
+def test_a_preset_without_its_workflows_is_refused(compose) -> None:
+    from verl_opsd.errors import OpsdError
+    from verl_opsd.verl_adapter.launch import parse
+
+    with pytest.raises(OpsdError, match=r"files"):
+        parse(compose("+recipe=opd_offline", "corpus=C", "+experiment=seeds_r3"))
