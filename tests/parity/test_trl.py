@@ -1,13 +1,12 @@
 """TRL's generalised JSD on the same inputs: equal where both mean the same, and where they differ.
 
 verl changes its behaviour when it can import TRL (and TRL 1.16 breaks it), so TRL lives beside the environment, in ``<prefix>/trl``
-(``make install`` puts it there), and runs in a process of its own.
+(``make install`` puts it there), and of it only this one function is compiled: importing its trainer takes as long as all tests here.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
+import ast
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,6 @@ from verl_opsd.distill.loss import LossSpec
 from verl_opsd.errors import OpsdError
 
 FOLDER = Path(sys.prefix) / "trl"
-#: Reads {name: (student logits, teacher logits, options)}, writes {name: (loss, gradient by the student's logits)}.
-SCRIPT = """
-import sys, torch
-from trl.experimental.gkd.gkd_trainer import GKDTrainer
-out = {}
-for name, (student, teacher, options) in torch.load(sys.argv[1]).items():
-    student = student.requires_grad_()
-    loss = GKDTrainer.generalized_jsd_loss(student, teacher, **options)
-    out[name] = (loss.detach(), torch.autograd.grad(loss.sum(), student)[0])
-torch.save(out, sys.argv[2])
-"""
-
 GIVEN, MILD = inputs.make(), inputs.make(scale=0.3)
 ENDS = {0.0: "forward_kl", 1.0: "reverse_kl"}
 
@@ -63,16 +50,31 @@ def cases() -> dict[str, tuple[Tensor, Tensor, dict[str, Any]]]:
     return out
 
 
-@pytest.fixture(scope="module")
-def trl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor, Tensor]]:
-    if not (FOLDER / "trl").is_dir():
+def generalized_jsd_loss() -> Any:
+    """TRL's ``GKDTrainer.generalized_jsd_loss``, a static method that needs nothing but torch."""
+    source = FOLDER / "trl" / "experimental" / "gkd" / "gkd_trainer.py"
+    if not source.is_file():
         pytest.skip(f"TRL is not in {FOLDER}: pip install --no-deps --target {FOLDER} trl==1.16.0")
-    folder = tmp_path_factory.mktemp("trl")
-    torch.save(cases(), folder / "in.pt")
-    env = os.environ | {"PYTHONPATH": str(FOLDER), "TRL_EXPERIMENTAL_SILENCE": "1"}
-    command = [sys.executable, "-c", SCRIPT, str(folder / "in.pt"), str(folder / "out.pt")]
-    subprocess.run(command, env=env, cwd=folder, check=True, timeout=300)
-    return torch.load(folder / "out.pt")
+    (node,) = [
+        n
+        for n in ast.walk(ast.parse(source.read_text()))
+        if isinstance(n, ast.FunctionDef) and n.name == "generalized_jsd_loss"
+    ]
+    node.decorator_list = []
+    names: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+    exec(compile(ast.Module([node], []), str(source), "exec"), names)
+    return names[node.name]
+
+
+@pytest.fixture(scope="module")
+def trl() -> dict[str, tuple[Tensor, Tensor]]:
+    """By case: its loss, and the gradient by the student's logits."""
+    function, out = generalized_jsd_loss(), {}
+    for name, (student, teacher, options) in cases().items():
+        leaf = student.detach().requires_grad_()
+        loss = function(leaf, teacher, **options)
+        out[name] = (loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0])
+    return out
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
