@@ -36,7 +36,7 @@ def report(probe: Probe, result: Mapping[str, Any], gates: Sequence[Mapping[str,
             ["gate", "value", "threshold", "verdict"],
             [[g["name"], g["value"], g["threshold"], "pass" if g["passed"] else "fail"] for g in gates],
         ),
-        "<h2>Controls</h2><p>identity and void must be 0: the student against itself, scored turn by turn; void at another temperature on "
+        "<h2>Controls</h2><p>identity and void must be 0: the student against itself, scored turn by turn with foreign tokens behind; void at another temperature on "
         "both sides. shifted, the same with positions moved by one token, must not.</p>",
         _stats(result["controls"]),
         "<h2>Effect of the brief: teacher with it against teacher without</h2>",

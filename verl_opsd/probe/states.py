@@ -25,6 +25,8 @@ from verl_opsd.tokens.store import EpisodeStore
 
 #: Contexts of the teacher: the brief and what it is held against.
 ARMS = ("brief", "wrong_task", "shuffled", "content_free")
+#: Tokens that stand behind the last scored one in the identity control; what a causal model must not see.
+FOREIGN = 7
 FILLER = "This note holds nothing about the task and asks for nothing. "
 
 
@@ -149,7 +151,8 @@ def own_passes(trajectory: Trajectory, shifts: Sequence[int] = (0,), by_turn: bo
     Args:
         shifts: tokens by which the scored positions are moved (anything but 0 is a negative control); the slots of one shift come
             behind those of the one before.
-        by_turn: one pass a turn, cut behind the turn's last scored token, instead of one over the branch.
+        by_turn: one pass a turn, cut behind the turn's last scored token and followed by a few foreign tokens, instead of one over the
+            branch: a causal model that is scored right gives the same.
     """
     position, ids = loss_positions(trajectory.loss_mask), torch.from_numpy(trajectory.input_ids.astype(np.int64))
     index = np.concatenate([position + s for s in shifts])
@@ -157,4 +160,5 @@ def own_passes(trajectory: Trajectory, shifts: Sequence[int] = (0,), by_turn: bo
         return [Pass(0, torch.arange(len(index)), ids, torch.from_numpy(index))]
     turns = np.tile(trajectory.turn_index[position + 1], len(shifts))
     groups = [np.flatnonzero(turns == t) for t in np.unique(turns)]
-    return [Pass(0, torch.from_numpy(g), ids[: int(index[g].max()) + 2], torch.from_numpy(index[g])) for g in groups]
+    cut = [torch.cat([ids[: int(index[g].max()) + 2], ids[:FOREIGN]]) for g in groups]
+    return [Pass(0, torch.from_numpy(g), c, torch.from_numpy(index[g])) for g, c in zip(groups, cut, strict=True)]
