@@ -205,6 +205,7 @@ class GatesConfig:
 
     identity_max: float = 1e-6
     shifted_min: float = 1e-3
+    brief_effect_min: float = 1e-6
     publish_kl_max: float = 1e-6
     publish_follow_min: float = 0.5
 
@@ -367,7 +368,7 @@ def _contradictions(c: OpsdConfig) -> None:
         value = operator.attrgetter(name)(c)
         if value is not None and value < least:
             refuse(f"opsd.{name}={value}", f"{name} is at least {least}, or null", "correct the value")
-    if min(c.gates.identity_max, c.gates.shifted_min, c.gates.publish_kl_max) < 0 or c.sandbox.grade_timeout_s <= 0:
+    if min(dataclasses.astuple(c.gates)) < 0 or c.sandbox.grade_timeout_s <= 0:
         refuse(
             f"opsd.gates {c.gates}, opsd.sandbox.grade_timeout_s={c.sandbox.grade_timeout_s}",
             "thresholds are not negative and a time limit is above 0",

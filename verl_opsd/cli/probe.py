@@ -88,7 +88,7 @@ def thresholds(file: Path | None, meta: dict[str, Any]) -> dict[str, float]:
     if file is None:
         gates = meta["opsd"]["gates"]
         floor = gates["identity_max"]
-        return {"identity_max": floor, "void_max": floor, "shifted_min": gates["shifted_min"], "conditioning_min": 10 * floor}
+        return {"identity_max": floor, "void_max": floor, "shifted_min": gates["shifted_min"], "conditioning_min": floor}
     values = json.loads(file.read_text())
     if set(values) != set(GATES) or not all(isinstance(v, (int, float)) and v >= 0 for v in values.values()):
         raise OpsdError(f"{file}: {values}", f"thresholds are {', '.join(GATES)}, numbers of at least 0", "correct the file")

@@ -12,8 +12,8 @@ from verl_opsd.probe.measure import Probe
 from verl_opsd.tokens.branches import loss_positions
 
 COLUMNS = ("mean", "median", "p90", "p99", "max", "max_over_mean", "top1pct_share")
-#: Branches in the heat map, and nats at which a token is fully coloured.
-SHOWN, FULL = 6, 2.0
+#: Branches in the heat map.
+SHOWN = 6
 _STYLE = """body{font:14px/1.5 system-ui,sans-serif;margin:2em auto;max-width:72em;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:.5em 0 1.5em}td,th{border-bottom:1px solid #ddd;padding:.2em .7em;text-align:right}
 td:first-child,th:first-child{text-align:left}.map{font:12px/1.7 ui-monospace,monospace;white-space:pre-wrap;word-break:break-word;
@@ -112,8 +112,9 @@ def _heat_map(probe: Probe, tokenizer: Any, placement: str) -> list[str]:
     values, pulls = probe.values[f"effect/{placement}/brief"], probe.values[f"pull/{placement}/brief"]
     ends = np.cumsum(probe.lengths)
     total = [float(values[e - n : e].sum()) for n, e in zip(probe.lengths, ends, strict=True)]
+    full = max(float(np.quantile(values, 0.99)), 1e-9)
     out = [
-        f"<h2>Heat map: effect of the brief, placement {placement}</h2><p>The {SHOWN} branches with the largest sum; full colour at {FULL:g} nats.</p>"
+        f"<h2>Heat map: effect of the brief, placement {placement}</h2><p>The {SHOWN} branches with the largest sum; full colour from the 99th percentile on, {full:.3g} nats.</p>"
     ]
     for b in np.argsort(total)[::-1][:SHOWN].tolist():
         branch, start = probe.branches[b], int(ends[b]) - probe.lengths[b]
@@ -128,7 +129,7 @@ def _heat_map(probe: Probe, tokenizer: Any, placement: str) -> list[str]:
             kl, pull = float(values[start + n]), float(pulls[start + n])
             text = escape(tokenizer.decode([int(t.input_ids[position + 1])]))
             out.append(
-                f'<span style="background:rgba(208,60,20,{min(1.0, kl / FULL):.2f})" title="effect {kl:.3g}, pull {pull:.3g}">{text}</span>'
+                f'<span style="background:rgba(208,60,20,{min(1.0, kl / full):.2f})" title="effect {kl:.3g}, pull {pull:.3g}">{text}</span>'
             )
         out.append("</div>")
     return ["".join(out)]
