@@ -15,7 +15,7 @@ from verl_opsd.cooperbench.dataset import POCKET_DIR
 from verl_opsd.cooperbench.pair_briefs import briefs_of, pair_elsewhere
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
-from verl_opsd.privilege import Brief, ChatMarkers, NoBrief, Placement, TeacherView, UserTurn, teacher_view
+from verl_opsd.privilege import ChatMarkers, NoBrief, Placement, TeacherView, UserTurn, teacher_view
 from verl_opsd.rundir import RunDir
 from verl_opsd.teachers.base import Pass
 from verl_opsd.tokens.branches import build_trajectories, loss_positions
@@ -115,12 +115,6 @@ def context_ids(branch: Branch, arm: str, choice: BriefChoice, tokenizer: Any) -
         unit = _encode(tokenizer, "\n\n" + FILLER * (len(ids) // 4 + 1))
         return unit[: len(ids)]
     return ids
-
-
-def brief_of(branch: Branch, choice: BriefChoice) -> Brief | NoBrief:
-    """The brief itself."""
-    made = briefs_of(branch.pair, choice.name, allow_answer=choice.allow_answer, files=choice.files)
-    return made[branch.trajectory.agent_id]
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
