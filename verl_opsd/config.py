@@ -211,6 +211,15 @@ class GatesConfig:
 
 
 @dataclass(frozen=True)
+class WorthConfig:
+    """The worth-distilling gate: ``matrix`` is a file of ``opsd teacher-matrix``; ``override`` goes on without it or in spite of it, and
+    is recorded with its reason."""
+
+    matrix: str | None = None
+    override: str | None = None
+
+
+@dataclass(frozen=True)
 class SandboxConfig:
     """Where agents' commands and hidden tests run. ``allow_unsafe`` permits ``process``, which isolates nothing."""
 
@@ -236,6 +245,7 @@ class OpsdConfig:
     loss: LossConfig
     contract: EvalContract
     gates: GatesConfig = field(default_factory=GatesConfig)
+    worth: WorthConfig = field(default_factory=WorthConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     student: Literal["", "tiny", "smollm"] = ""
     corpus: str | None = None
@@ -333,6 +343,8 @@ def _contradictions(c: OpsdConfig) -> None:
             "the brief `workflow`, and no other, is read from files, one a pair",
             "name the folder of the workflows, or remove the key",
         )
+    if c.worth.override is not None and len(c.worth.override.split()) < 3:
+        refuse(f"opsd.worth.override={c.worth.override!r}", "an override is recorded with its reason", "give it in a few words")
     if c.sandbox.backend == "process" and not c.sandbox.allow_unsafe:
         refuse(
             "opsd.sandbox.backend=process",
