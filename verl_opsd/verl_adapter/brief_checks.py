@@ -124,8 +124,11 @@ def check_worth(opsd: OpsdConfig) -> tuple[bool, str]:
 
 
 def record_worth(run: RunDir, passed: bool, detail: str) -> None:
-    """Appends the gate's verdict."""
-    run.evidence("worth_distilling", int(passed), 1, passed, detail)
+    """Appends the gate's verdict, or that it was overridden and why."""
+    if passed:
+        run.evidence("worth_distilling", 1, 1, True, detail)
+    else:
+        run.evidence("worth_overridden", 0, None, True, detail)
 
 
 def record_briefs(run: RunDir, opsd: OpsdConfig, made: MadeBriefs) -> None:

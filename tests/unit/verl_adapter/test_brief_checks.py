@@ -20,7 +20,14 @@ from verl_opsd.privilege.workflows import draft, file_name
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade, Sampling, TurnRecord
 from verl_opsd.verl_adapter import brief_checks
-from verl_opsd.verl_adapter.brief_checks import check_briefs, check_views, check_worth, positions_of, record_briefs
+from verl_opsd.verl_adapter.brief_checks import (
+    check_briefs,
+    check_views,
+    check_worth,
+    positions_of,
+    record_briefs,
+    record_worth,
+)
 
 PAIRS = load_subset("pocket_train", POCKET_DIR)
 
@@ -225,6 +232,16 @@ def test_a_teacher_that_is_worth_it_passes(tmp_path):
     file.write_text(json.dumps(values))
     assert worth_of("peer_spec", matrix=str(file)) == (True, "peer_spec: all conditions")
     assert worth_of("peer_spec", matrix=str(file), override="not needed at all") == (True, "peer_spec: all conditions")
+
+
+def test_an_override_is_no_verdict(tmp_path):
+    record_worth(RunDir(tmp_path), False, "d; overridden: why")
+    record_worth(RunDir(tmp_path), True, "all conditions")
+    lines = [json.loads(x) for x in (tmp_path / "evidence.jsonl").read_text().splitlines()]
+    assert [(x["gate"], x["threshold"], x["detail"]) for x in lines] == [
+        ("worth_overridden", None, "d; overridden: why"),
+        ("worth_distilling", 1, "all conditions"),
+    ]
 
 
 def test_an_override_has_a_reason():
