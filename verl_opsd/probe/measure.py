@@ -10,7 +10,6 @@ Nats a token, temperature 1. Suffixes: N loss positions of a branch, H hidden si
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from verl_opsd.distill import dense
-from verl_opsd.distill.telemetry import distribution
+from verl_opsd.distill.telemetry import Distribution
 from verl_opsd.privilege import ChatMarkers, Placement
 from verl_opsd.probe.states import Branch, BriefChoice, context_ids, own_passes, passes_of_view, view_of
 from verl_opsd.teachers.base import Pass
@@ -161,8 +160,10 @@ def measure(
 
 
 def stats(values: NDArray[np.float32]) -> dict[str, float | None]:
-    """mean, median, p90, p99, max, max_over_mean, top1pct_share; see ``distill.telemetry.distribution``. None: not defined."""
-    return {k: v if math.isfinite(v) else None for k, v in distribution(torch.from_numpy(values)).items()}
+    """mean, median, p90, p99, max, max_over_mean, top1pct_share; see ``distill.telemetry.Distribution.stats``."""
+    seen = Distribution()
+    seen.add_all(values)
+    return seen.stats()
 
 
 def spikes(values: NDArray[np.float32]) -> dict[str, float]:

@@ -151,7 +151,7 @@ def test_tables_are_never_mixed_and_groups_cover_everything(probe):
             values = probe.values[f"{family}/{placement}/brief"].astype(np.float64)
             s = found[family][placement]["arms"]["brief"]
             assert s["mean"] == pytest.approx(values.mean(), rel=1e-6) and s["max"] == values.max()
-            assert s["median"] == np.sort(values)[(len(values) + 1) // 2 - 1]
+            assert s["median"] == pytest.approx(np.sort(values)[(len(values) + 1) // 2 - 1], rel=0.01)  # the sketch's accuracy
             for rows in found[family][placement]["by"].values():
                 assert sum(r["n"] for r in rows.values()) == found["positions"]
                 assert sum(r["n"] * r["brief"] for r in rows.values()) == pytest.approx(values.sum(), rel=1e-5)
