@@ -205,8 +205,18 @@ class GatesConfig:
 
     identity_max: float = 1e-6
     shifted_min: float = 1e-3
+    brief_effect_min: float = 1e-6
     publish_kl_max: float = 1e-6
     publish_follow_min: float = 0.5
+
+
+@dataclass(frozen=True)
+class WorthConfig:
+    """The worth-distilling gate: ``matrix`` is a file of ``opsd teacher-matrix``; ``override`` goes on without it or in spite of it, and
+    is recorded with its reason."""
+
+    matrix: str | None = None
+    override: str | None = None
 
 
 @dataclass(frozen=True)
@@ -235,6 +245,7 @@ class OpsdConfig:
     loss: LossConfig
     contract: EvalContract
     gates: GatesConfig = field(default_factory=GatesConfig)
+    worth: WorthConfig = field(default_factory=WorthConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     student: Literal["", "tiny", "smollm"] = ""
     corpus: str | None = None
@@ -332,6 +343,8 @@ def _contradictions(c: OpsdConfig) -> None:
             "the brief `workflow`, and no other, is read from files, one a pair",
             "name the folder of the workflows, or remove the key",
         )
+    if c.worth.override is not None and len(c.worth.override.split()) < 3:
+        refuse(f"opsd.worth.override={c.worth.override!r}", "an override is recorded with its reason", "give it in a few words")
     if c.sandbox.backend == "process" and not c.sandbox.allow_unsafe:
         refuse(
             "opsd.sandbox.backend=process",
@@ -367,7 +380,7 @@ def _contradictions(c: OpsdConfig) -> None:
         value = operator.attrgetter(name)(c)
         if value is not None and value < least:
             refuse(f"opsd.{name}={value}", f"{name} is at least {least}, or null", "correct the value")
-    if min(c.gates.identity_max, c.gates.shifted_min, c.gates.publish_kl_max) < 0 or c.sandbox.grade_timeout_s <= 0:
+    if min(dataclasses.astuple(c.gates)) < 0 or c.sandbox.grade_timeout_s <= 0:
         refuse(
             f"opsd.gates {c.gates}, opsd.sandbox.grade_timeout_s={c.sandbox.grade_timeout_s}",
             "thresholds are not negative and a time limit is above 0",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -29,6 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def teacher_matrix(args: argparse.Namespace, console: Console | None = None) -> int:
     """Prints the tables; 1 when a context of ``--gate`` is refused without ``--override``."""
+    from verl_opsd.evaluation.teacher_matrix import read_matrix
     from verl_opsd.rundir import RunDir
     from verl_opsd.teachers.worth import BARE, headroom, worth
 
@@ -71,34 +70,3 @@ def teacher_matrix(args: argparse.Namespace, console: Console | None = None) -> 
         if args.gate and not passed and args.override is None:
             code = 1
     return code
-
-
-def read_matrix(path: Path) -> Any:
-    """The matrix of a file; cells that name a ``run`` get their counts from its evaluation episodes.
-
-    Raises:
-        OpsdError: no such file, no JSON, a run without scored evaluation episodes, or see ``teachers.worth.parse``.
-    """
-    from verl_opsd.teachers.worth import parse
-
-    try:
-        values = json.loads(path.read_text())
-        cells = [_measured(c, path.parent) if isinstance(c, dict) and "run" in c else c for c in values["cells"]]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise OpsdError(
-            f"{path}: {type(e).__name__}: {e}", "a teacher matrix is a JSON object with cells", "correct the file"
-        ) from e
-    return parse({**values, "cells": cells})
-
-
-def _measured(cell: dict[str, Any], base: Path) -> dict[str, Any]:
-    from verl_opsd.evaluation.report import standings
-    from verl_opsd.rundir import RunDir
-    from verl_opsd.tokens.store import EpisodeStore
-
-    run = RunDir((base / cell["run"]).expanduser())
-    if not run.episodes.is_dir():
-        raise OpsdError(f"{run.path} holds no episodes", "a cell's run is an evaluation run's directory", "correct the path")
-    found = standings(e for e in EpisodeStore(run.episodes).episodes() if e.split == "eval")
-    counts = {k: [found[k]["passed"], found[k]["total"]] for k in ("pairs", "features")}
-    return {**{k: v for k, v in cell.items() if k != "run"}, **counts}

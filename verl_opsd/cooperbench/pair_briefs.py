@@ -44,20 +44,27 @@ def task_facts(pair: PairTask, files: str | None = None, student_patch: Mapping[
     )
 
 
-def texts_elsewhere(pair: PairTask) -> dict[str, str]:
-    """Task texts by agent of the next task of another repository, in the dataset's order; of another task where all are of one.
+def pair_elsewhere(pair: PairTask) -> PairTask:
+    """A pair of the next task of another repository, in the dataset's order; of another task where all are of one.
 
     Raises:
         OpsdError: the dataset holds no other task.
     """
     tasks = [t for t in discover(pair.dataset_dir) if len(t.features) > 1]
     here = next(i for i, t in enumerate(tasks) if (t.repo, t.task_id) == (pair.repo, pair.task_id))
-    others = [t for t in (*tasks[here + 1 :], *tasks[:here]) if t.repo != pair.repo] or [*tasks[here + 1 :], *tasks[:here]]
+    others = [*tasks[here + 1 :], *tasks[:here]]
+    others = [t for t in others if t.repo != pair.repo] or others
     if not others:
         raise OpsdError(
-            f"{pair.dataset_dir} holds no task but {pair.repo}/task{pair.task_id}", "wrong_task needs another", "add one"
+            f"{pair.dataset_dir} holds no task but {pair.repo}/task{pair.task_id}", "a wrong task is another one", "add one"
         )
-    other = PairTask(pair.dataset_dir, others[0].repo, others[0].task_id, (others[0].features[0], others[0].features[1]))
+    first, second = others[0].features[:2]
+    return PairTask(pair.dataset_dir, others[0].repo, others[0].task_id, (first, second), pair.split)
+
+
+def texts_elsewhere(pair: PairTask) -> dict[str, str]:
+    """Task texts by agent of :func:`pair_elsewhere`."""
+    other = pair_elsewhere(pair)
     return {agent: other.feature_text(f) for agent, f in agents_of(other).items()}
 
 

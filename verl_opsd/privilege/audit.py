@@ -112,10 +112,6 @@ class Audit:
         kinds = {f.kind for f in self.findings}
         return "answer-free" if not kinds else "leaks " + ", ".join(k for k in FINDINGS if k in kinds)
 
-    def shown(self, finding: Finding, allow_text: bool = False) -> str:
-        """A finding for a report: without its text, unless asked for, since the text is part of an answer."""
-        return finding.text if allow_text else f"{len(finding.text)} characters"
-
 
 def audit(brief: Brief, material: Material) -> Audit:
     """Audits one agent's brief.

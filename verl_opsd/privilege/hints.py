@@ -39,8 +39,8 @@ def strip_hint(trajectory: Trajectory, hint_ids: Sequence[int], starts: Sequence
         the same trajectory without the hint's tokens; a fork behind a hint moves with it.
 
     Raises:
-        OpsdError: other ids stand at a start, spans overlap, a token of a reply lies in a span or directly before it is no context,
-            or the hint still stands somewhere afterwards.
+        OpsdError: other ids stand at a start, spans overlap, a token of a reply lies in a span, or the hint still stands somewhere
+            afterwards.
     """
     hint = np.asarray(hint_ids, np.int32)
     keep = np.ones(len(trajectory.input_ids), bool)

@@ -32,11 +32,12 @@ class DeviceTeacher:
             logit; measured once at the start.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype, device: torch.device | str, name: str):
+    def __init__(self, path: str, dtype: torch.dtype, device: torch.device | str, name: str, adapter: str | None = None):
         """
         Args:
             path: folder in Hugging Face layout or a hub name, of a causal language model.
             dtype: of weights and compute.
+            adapter: folder of a LoRA adapter in PEFT's layout, merged into the weights.
 
         Raises:
             OpsdError: the model's logits are not its hidden states times its vocabulary weight.
@@ -45,6 +46,10 @@ class DeviceTeacher:
 
         self.name, self.device, self.dtype = name, torch.device(device), dtype
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        if adapter is not None:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
         self._model = model.to(self.device).eval().requires_grad_(False)
         self._head: nn.Linear = self._model.get_output_embeddings()
         self._limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -76,6 +81,20 @@ class DeviceTeacher:
         """[29, H] hidden states of :meth:`probe_ids`, on the host."""
         every = torch.arange(29)
         return self._hidden(self.probe_ids(), every).cpu()
+
+    @torch.no_grad()
+    def continue_greedily(self, ids_T: Tensor, count: int, end: int) -> Tensor:
+        """int64[<= count] the most probable continuation of one sequence, up to and with the token ``end``."""
+        asked = ids_T[None].to(self.device)
+        out = self._model.generate(
+            asked,
+            attention_mask=torch.ones_like(asked),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=end,
+            pad_token_id=end,
+        )
+        return out[0, len(ids_T) :].cpu()
 
     @torch.no_grad()
     def _hidden(self, ids_T: Tensor, index_N: Tensor) -> Tensor:

@@ -184,14 +184,19 @@ def parse(values: Mapping[str, Any]) -> Matrix:
 
     Args:
         values: ``cells`` (context, model, pairs [passed, total], features likewise or null), ``answer_free`` by context, ``tasks``
-            (task, context, base, student, teacher) and ``noise``; the last three may be left out.
+            (task, context, base, student, teacher), and ``noise``, or ``reruns`` ([passed, total] of the same weights again and
+            again), from which it is taken. All but cells may be left out.
 
     Raises:
         OpsdError: an unknown key, a value out of range, or a cell twice.
     """
-    known = {"cells", "answer_free", "tasks", "noise"}
-    if not values.keys() <= known or "cells" not in values:
-        raise OpsdError(f"keys {sorted(values)}", f"the keys are {sorted(known)}; cells is needed", "correct the file")
+    known = {"cells", "answer_free", "tasks", "noise", "reruns"}
+    if not values.keys() <= known or "cells" not in values or {"noise", "reruns"} <= values.keys():
+        raise OpsdError(
+            f"keys {sorted(values)}",
+            f"the keys are {sorted(known)}; cells is needed, noise and reruns exclude one another",
+            "correct the file",
+        )
     cells: dict[tuple[str, Model], Cell] = {}
     try:
         for c in values["cells"]:
@@ -207,11 +212,11 @@ def parse(values: Mapping[str, Any]) -> Matrix:
                 )
             cells[key] = Cell(Count(*c["pairs"]), features)
         tasks = tuple(TaskOutcome(**t) for t in values.get("tasks", ()))
+        noise = noise_of(Count(*c) for c in values["reruns"]) if "reruns" in values else values.get("noise", NOISE)
     except (KeyError, TypeError) as e:
         raise OpsdError(
             f"teacher matrix: {type(e).__name__}: {e}", "see docs/teacher_matrix.md for the format", "correct the file"
         ) from e
-    noise = values.get("noise", NOISE)
     if any(not 0 <= f <= 2 for t in tasks for f in (t.base, t.student, t.teacher)) or not 0 <= noise < 1:
         raise OpsdError(
             "a task outside 0..2 features, or noise outside [0, 1)", "two features a pair; noise is a rate", "correct the file"

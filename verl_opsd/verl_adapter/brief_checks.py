@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from verl_opsd.config import OpsdConfig
 from verl_opsd.cooperbench.pair_briefs import base_tree, briefs_of, material, require_workflows
@@ -93,6 +94,41 @@ def check_views(opsd: OpsdConfig, longest_brief: int, positions: int | None) -> 
             f"lower the context length to {allowed - longest_brief}, or leave long branches out: opsd.brief.too_long=leave_out "
             f"opsd.brief.max_view_tokens={allowed}",
         )
+
+
+def check_worth(opsd: OpsdConfig) -> tuple[bool, str]:
+    """The worth-distilling gate (``teachers.worth``), on wherever a brief is distilled.
+
+    Returns:
+        whether it passed, and the detail for ``evidence.jsonl``.
+
+    Raises:
+        OpsdError: no matrix was measured, or it refuses the brief, and no override gives a reason.
+    """
+    from verl_opsd.evaluation.teacher_matrix import read_matrix
+    from verl_opsd.teachers.worth import worth
+
+    name, gate = opsd.brief.name, opsd.worth
+    failed = ["no teacher matrix was measured"]
+    if gate.matrix is not None:
+        failed = [c.name for c in worth(read_matrix(Path(gate.matrix).expanduser()), name) if not c.passed]
+    if failed and gate.override is None:
+        raise OpsdError(
+            f"brief {name} is not shown to be worth distilling: {'; '.join(failed)}",
+            "a teacher is distilled when its gain is measured, answer-free and within the student's reach",
+            "measure it (opsd teacher-matrix) and name the file as opsd.worth.matrix, or go on with the reason why: "
+            "opsd.worth.override='REASON'",
+        )
+    overridden = f"; overridden: {gate.override}" if failed else ""
+    return not failed, f"{name}: {'; '.join(failed) or 'all conditions'}{overridden}"
+
+
+def record_worth(run: RunDir, passed: bool, detail: str) -> None:
+    """Appends the gate's verdict, or that it was overridden and why."""
+    if passed:
+        run.evidence("worth_distilling", 1, 1, True, detail)
+    else:
+        run.evidence("worth_overridden", 0, None, True, detail)
 
 
 def record_briefs(run: RunDir, opsd: OpsdConfig, made: MadeBriefs) -> None:

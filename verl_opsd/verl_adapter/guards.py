@@ -122,7 +122,7 @@ def _sample(trainer: Any, batch: KVBatchMeta) -> KVBatchMeta:
 
 def identity_control(trainer: Any, batch: KVBatchMeta) -> None:
     """Before the first update, on some of its own rows: a teacher that is the student and sees what the student saw has KL 0; with its
-    positions moved by one the same measurement must fail. The brief's effect is recorded beside them."""
+    positions moved by one the same measurement must fail. The brief must have an effect above the floor."""
     gates, run = trainer.opsd.gates, trainer.run_dir
     batch = _sample(trainer, batch)
     identity = _control(trainer, batch, "own", 0, "off")
@@ -144,13 +144,19 @@ def identity_control(trainer: Any, batch: KVBatchMeta) -> None:
         "negative control: teacher positions moved by one token",
     )
     brief = _control(trainer, batch, "view", 0, "off")
-    run.evidence(
-        "brief_effect",
-        float(brief.mean()),
-        None,
-        True,
-        f"mean nats, teacher with brief against without, placement {trainer.opsd.brief.placement}, max {brief.max():.2e}",
-    )
+    effect, placement = float(brief.mean()), trainer.opsd.brief.placement
+    detail = f"mean nats, teacher with brief against without, placement {placement}, max {brief.max():.2e}"
+    if trainer.opsd.brief.name == "none":  # the identity arm
+        run.evidence("brief_effect", effect, None, True, detail)
+    else:
+        run.require(
+            "brief_effect",
+            effect,
+            gates.brief_effect_min,
+            effect > gates.brief_effect_min,
+            "the brief changes nothing at the student's tokens, so there is nothing to learn from it: look at it with `opsd probe`",
+            detail,
+        )
 
 
 def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:

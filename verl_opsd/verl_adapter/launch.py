@@ -21,7 +21,7 @@ from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
 from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
-from verl_opsd.verl_adapter.brief_checks import check_briefs, record_briefs
+from verl_opsd.verl_adapter.brief_checks import check_briefs, check_worth, record_briefs, record_worth
 from verl_opsd.verl_adapter.keys import check_keys
 from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
 
@@ -456,11 +456,14 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
         briefs = check_briefs(opsd, corpus_pairs(opsd), model_path)
     else:
         briefs = check_briefs(opsd, train, model_path)
+    worth = None if opsd.brief.name == "none" else check_worth(opsd)  # the identity arm distils nothing
     resume.check(run, contract)
     write_data(run, train, "train", batch=config.data.train_batch_size)
     write_data(run, evaluation, "val")
     write_json(run.path / "contract.json", contract.as_dict())
     record_briefs(run, opsd, briefs)
+    if worth is not None:
+        record_worth(run, *worth)
     print(
         f"verl-opsd: contract {contract.hash[:12]}, {len(train)} training pairs, {len(evaluation)} evaluation pairs", flush=True
     )

@@ -88,6 +88,11 @@ def test_noise():
     assert noise_of([Count(1, 10), Count(3, 10), Count(2, 10)]) == pytest.approx(0.2)
     with pytest.raises(OpsdError, match="two or more"):
         noise_of([Count(1, 10)])
+    without = {k: v for k, v in VALUES.items() if k != "noise"}
+    assert parse({**without, "reruns": [[0, 10], [1, 10], [1, 9]]}).noise == pytest.approx(1 / 9)
+    assert parse(without).noise == 0.2
+    with pytest.raises(OpsdError, match="exclude"):
+        parse({**VALUES, "reruns": [[0, 10], [1, 10]]})
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from verl_opsd.config import OpsdConfig
+from verl_opsd.config import OpsdConfig, WorthConfig
 from verl_opsd.cooperbench.dataset import POCKET_DIR, load_subset
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import ensure_tiny
@@ -19,7 +20,14 @@ from verl_opsd.privilege.workflows import draft, file_name
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade, Sampling, TurnRecord
 from verl_opsd.verl_adapter import brief_checks
-from verl_opsd.verl_adapter.brief_checks import check_briefs, check_views, positions_of, record_briefs
+from verl_opsd.verl_adapter.brief_checks import (
+    check_briefs,
+    check_views,
+    check_worth,
+    positions_of,
+    record_briefs,
+    record_worth,
+)
 
 PAIRS = load_subset("pocket_train", POCKET_DIR)
 
@@ -188,3 +196,56 @@ def test_evaluation_rows_carry_no_brief(student, tmp_path):
     made, tokenizer = episode(student, "", split="eval")
     for output in rows(config({"name": "gold_patch", "allow_answer": True}), made, tokenizer):
         assert output.opsd_row["opsd_view_ids"].tolist() == [*output.prompt_ids, *output.response_ids]
+
+
+SEEDS = str(Path(__file__).parents[1] / "teachers" / "seeds_matrix.json")
+
+
+def worth_of(brief: str, **worth: str) -> tuple[bool, str]:
+    opsd = config({"name": brief, "allow_answer": True})
+    return check_worth(dataclasses.replace(opsd, worth=WorthConfig(**worth)))
+
+
+def test_a_teacher_that_was_not_measured_is_not_distilled():
+    with pytest.raises(OpsdError, match="no teacher matrix was measured"):
+        worth_of("peer_spec")
+    assert worth_of("peer_spec", override="only a smoke test") == (
+        False,
+        "peer_spec: no teacher matrix was measured; overridden: only a smoke test",
+    )
+
+
+@pytest.mark.parametrize("brief", ["gold_patch", "shared_backlog", "menu_measured"])
+def test_the_matrix_decides(brief):
+    with pytest.raises(OpsdError, match="not shown to be worth distilling"):
+        worth_of(brief, matrix=SEEDS)
+    passed, detail = worth_of(brief, matrix=SEEDS, override="an upper bound is wanted")
+    assert not passed and detail.endswith("overridden: an upper bound is wanted")
+    with pytest.raises(OpsdError, match="measure it first"):
+        worth_of("process", matrix=SEEDS, override="an upper bound is wanted")  # a matrix without this brief is a mistake
+
+
+def test_a_teacher_that_is_worth_it_passes(tmp_path):
+    file = tmp_path / "matrix.json"
+    cells = [("none", "student", 2), ("none", "teacher", 4), ("peer_spec", "student", 3), ("peer_spec", "teacher", 7)]
+    values = {"cells": [{"context": c, "model": m, "pairs": [n, 10]} for c, m, n in cells], "answer_free": {"peer_spec": True}}
+    file.write_text(json.dumps(values))
+    assert worth_of("peer_spec", matrix=str(file)) == (True, "peer_spec: all conditions")
+    assert worth_of("peer_spec", matrix=str(file), override="not needed at all") == (True, "peer_spec: all conditions")
+
+
+def test_an_override_is_no_verdict(tmp_path):
+    record_worth(RunDir(tmp_path), False, "d; overridden: why")
+    record_worth(RunDir(tmp_path), True, "all conditions")
+    lines = [json.loads(x) for x in (tmp_path / "evidence.jsonl").read_text().splitlines()]
+    assert [(x["gate"], x["threshold"], x["detail"]) for x in lines] == [
+        ("worth_overridden", None, "d; overridden: why"),
+        ("worth_distilling", 1, "all conditions"),
+    ]
+
+
+def test_an_override_has_a_reason():
+    with pytest.raises(OpsdError, match="recorded with its reason"):
+        OpsdConfig.parse(
+            json.loads(json.dumps(dataclasses.asdict(config({"name": "none"})))) | {"worth": {"override": "because"}}
+        )

@@ -1,0 +1,252 @@
+"""The probe's numbers against plain forwards in float64, its controls, tables, refusals and report."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from probe_run import make_run
+
+from verl_opsd.cli.main import main
+from verl_opsd.cooperbench.pair_briefs import briefs_of, pair_elsewhere
+from verl_opsd.errors import OpsdError
+from verl_opsd.models.tiny import make_tiny
+from verl_opsd.privilege import ChatMarkers
+from verl_opsd.probe.measure import depth_bucket, groups, measure, spikes, summary
+from verl_opsd.probe.recovery import prefixes, recover
+from verl_opsd.probe.states import ARMS, BriefChoice, context_ids, passes_of_view, read_branches, view_of
+from verl_opsd.rundir import RunDir
+from verl_opsd.teachers.device import DeviceTeacher
+from verl_opsd.tokens.branches import loss_positions
+
+CHOICE = BriefChoice("peer_spec")
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    folder = tmp_path_factory.mktemp("probe")
+    student = make_tiny(folder / "student", seed=1)
+    return make_run(folder / "run", student), student, make_tiny(folder / "teacher", seed=2, hidden_size=96)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(paths):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(paths[1])
+
+
+@pytest.fixture(scope="module")
+def student(paths) -> DeviceTeacher:
+    return DeviceTeacher(str(paths[1]), torch.float32, "cpu", "student")
+
+
+@pytest.fixture(scope="module")
+def teacher(paths) -> DeviceTeacher:
+    return DeviceTeacher(str(paths[2]), torch.float32, "cpu", "teacher")
+
+
+@pytest.fixture(scope="module")
+def branches(paths, tokenizer):
+    return read_branches(RunDir(paths[0]), "pocket", tokenizer)
+
+
+@pytest.fixture(scope="module")
+def probe(branches, student, teacher, tokenizer):
+    return measure(branches, student, teacher, tokenizer, CHOICE, ARMS, ("system", "last_user"), workers=2)
+
+
+def plain(path: Path, ids: list[int]) -> np.ndarray:
+    """Log-probabilities [T, V] of a plain forward in float64."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1).numpy()
+
+
+def test_numbers_are_those_of_plain_forwards(probe, paths, tokenizer):
+    """Gap, effect and pull of one branch under both placements, each turn by its own forward, placed by text and not by the code."""
+    branch, n = probe.branches[1], probe.lengths[0]
+    t = branch.trajectory
+    brief = context_ids(branch, "brief", CHOICE, tokenizer)
+    im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for turn in (0, 1):
+        replied = np.flatnonzero(t.turn_index == turn)
+        ids = t.input_ids[: replied[-1] + 1].tolist()
+        ends = [i for i, x in enumerate(ids[: replied[0]]) if x == im_end]
+        places = {"system": ends[0], "last_user": ends[-1]}
+        p, q = plain(paths[1], ids), plain(paths[2], ids)
+        rows = slice(n + int((loss_positions(t.loss_mask) < replied[0] - 1).sum()), None)
+        for placement, at in places.items():
+            seen = plain(paths[2], [*ids[:at], *brief, *ids[at:]])
+            for k, i in enumerate((replied - 1).tolist()):
+                j = i + len(brief)
+                want = {
+                    "gap": (p[i], q[i]),
+                    f"effect/{placement}/brief": (q[i], seen[j]),
+                    f"pull/{placement}/brief": (p[i], seen[j]),
+                }
+                for name, (a, b) in want.items():
+                    assert probe.values[name][rows][k] == pytest.approx(float((np.exp(a) * (a - b)).sum()), rel=2e-3, abs=1e-6)
+                assert probe.values[f"flip/{placement}/brief"][rows][k] == (q[i].argmax() != seen[j].argmax())
+                assert probe.values["nll"][rows][k] == pytest.approx(-p[i][ids[i + 1]], rel=1e-4)
+
+
+def test_controls(probe):
+    assert probe.values["identity"].max() < 1e-6 and probe.values["void"].max() < 1e-6
+    assert probe.values["shifted"].mean() > 1e-2 and probe.values["gap"].mean() > 1e-2
+
+
+def test_the_self_teacher_has_no_gap_and_pulls_as_far_as_its_brief(branches, student, tokenizer):
+    found = measure(branches[:2], student, student, tokenizer, CHOICE, ["brief"], ["last_user"])
+    assert found.values["gap"].max() == 0
+    assert np.array_equal(found.values["pull/last_user/brief"], found.values["effect/last_user/brief"])
+    empty = measure(branches[:2], student, student, tokenizer, BriefChoice("none"), ["brief"], ["system"])
+    assert empty.values["effect/system/brief"].max() == 0
+
+
+def test_arms_are_what_they_say(branches, tokenizer):
+    for branch in branches:
+        agent = branch.trajectory.agent_id
+        ids = {arm: context_ids(branch, arm, CHOICE, tokenizer) for arm in ARMS}
+        text = {arm: tokenizer.decode(i) for arm, i in ids.items()}
+        assert text["brief"] == "\n\n" + briefs_of(branch.pair, "peer_spec")[agent].text
+        other = pair_elsewhere(branch.pair)
+        assert other.repo != branch.pair.repo and text["wrong_task"] == "\n\n" + briefs_of(other, "peer_spec")[agent].text
+        assert sorted(text["shuffled"].split()) == sorted(text["brief"].split()) and text["shuffled"] != text["brief"]
+        assert len(ids["content_free"]) == len(ids["brief"])
+        assert not set(re.findall(r"\w{5,}", text["content_free"])) & set(
+            re.findall(r"\w{5,}", branch.pair.feature_text(branch.pair.features[0]))
+        )
+        assert ids == {arm: context_ids(branch, arm, CHOICE, tokenizer) for arm in ARMS}
+    with pytest.raises(OpsdError, match="arms are"):
+        context_ids(branches[0], "noise", CHOICE, tokenizer)
+
+
+def test_passes_score_every_position_once(branches, tokenizer):
+    markers = ChatMarkers.from_tokenizer(tokenizer)
+    for branch in branches:
+        for placement in ("system", "last_user"):
+            passes = passes_of_view(
+                view_of(branch, context_ids(branch, "brief", CHOICE, tokenizer), placement, "block", markers)
+            )
+            slots = torch.cat([p.slots_N for p in passes]).tolist()
+            labels = torch.cat([p.ids_T[p.index_N + 1] for p in passes]).tolist()
+            scored = branch.trajectory.input_ids[branch.trajectory.loss_mask == 1].tolist()
+            assert sorted(slots) == list(range(len(scored))) and [scored[s] for s in slots] == labels
+            assert len(passes) == (1 if placement == "system" else 2)
+
+
+def test_tables_are_never_mixed_and_groups_cover_everything(probe):
+    found = summary(probe)
+    assert list(found["effect"]) == list(found["pull"]) == ["system", "last_user"]
+    assert list(found["effect"]["system"]["arms"]) == list(ARMS) and list(found["effect"]["last_user"]["arms"]) == ["brief"]
+    for family in ("effect", "pull"):
+        for placement in ("system", "last_user"):
+            values = probe.values[f"{family}/{placement}/brief"].astype(np.float64)
+            s = found[family][placement]["arms"]["brief"]
+            assert s["mean"] == pytest.approx(values.mean(), rel=1e-6) and s["max"] == values.max()
+            assert s["median"] == pytest.approx(np.sort(values)[(len(values) + 1) // 2 - 1], rel=0.01)  # the sketch's accuracy
+            for rows in found[family][placement]["by"].values():
+                assert sum(r["n"] for r in rows.values()) == found["positions"]
+                assert sum(r["n"] * r["brief"] for r in rows.values()) == pytest.approx(values.sum(), rel=1e-5)
+    assert {"think", "command", "other"} <= set(groups(probe, "class")) and set(groups(probe, "turn")) == {"turn 0", "turn 1"}
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_small_statistics():
+    assert [depth_bucket(d) for d in (0, 511, 512, 20000, 10**6)] == ["0-512", "0-512", "512-1024", "16384-32768", ">=32768"]
+    values = np.arange(300, dtype=np.float32)
+    assert spikes(values) == {"tokens": 300.0, "mean": 149.5, "max": 299.0, "spike": 298.0}  # 297 298 299
+    assert spikes(values[:5])["spike"] == 4.0
+
+
+def test_recovery_continues_the_students_prefixes(branches, student, teacher, tokenizer):
+    places = prefixes(branches, 100)
+    starts = {(b.name, s) for b, s in places}
+    wanted = {(b.name, int(np.flatnonzero(b.trajectory.turn_index == t)[0])) for b in branches for t in (0, 1)}
+    assert starts == wanted and len(prefixes(branches, 1)) == len({depth_bucket(s) for _, s in wanted})
+    rows = recover(branches, student, student, tokenizer, BriefChoice("none"), "system", per_depth=2, tokens=6)
+    for row in rows:  # without a brief the student is its own teacher: greedy tokens have the least NLL that one token can have
+        assert row["teacher"] == pytest.approx(row["student"]) and row["teacher"]["max"] < np.log(2048)
+    other = recover(branches, student, teacher, tokenizer, CHOICE, "last_user", per_depth=2, tokens=6)
+    assert sum(r["prefixes"] for r in other) >= 2
+    assert all(r["student"]["mean"] > r["teacher"]["mean"] for r in other)
+
+
+def run(paths, out: Path, *argv: str) -> int:
+    return main(["probe", str(paths[0]), "--out", str(out), "--teacher", str(paths[2]), *argv])
+
+
+def test_command(paths, tmp_path, capsys):
+    evidence = paths[0] / "evidence.jsonl"
+    before = len(evidence.read_text().splitlines()) if evidence.exists() else 0
+    assert run(paths, tmp_path, "--episodes", "1", "--teacher-run", str(paths[0])) == 0
+    lines = [json.loads(x) for x in evidence.read_text().splitlines()][before:]
+    assert [(x["gate"], x["verdict"]) for x in lines] == [
+        (f"probe_{g}", "pass") for g in ("identity", "void", "shifted", "conditioning")
+    ]
+    result = json.loads((tmp_path / "probe.json").read_text())
+    assert result["episodes"] == 1 and set(result["teachability"]) == {"student's own tokens", "teacher's trajectories"}
+    own, theirs = result["teachability"].values()
+    assert own == pytest.approx(theirs)
+    page = (tmp_path / "probe.html").read_text()
+    assert not re.search(r"(src|href)=|<script", page) and page.count("<table") >= 10
+    shown = re.findall(r'title="effect [^"]+">([^<]*)</span>', page)
+    assert len(shown) == result["positions"] and "".join(shown).count("Done with it.") == 2
+
+
+def test_gates_fail_with_the_thresholds_of_a_file(paths, tmp_path):
+    file = tmp_path / "gates.json"
+    good = {"identity_max": 1e-6, "void_max": 1e-6, "shifted_min": 1e-3, "conditioning_min": 1e-6}
+    for key, value in (("shifted_min", 50.0), ("conditioning_min", 50.0)):
+        file.write_text(json.dumps(good | {key: value}))
+        assert run(paths, tmp_path, "--episodes", "1", "--arms", "brief", "--placements", "system", "--gates", str(file)) == 1
+    for broken in ({"identity_max": 1}, good | {"void_max": -1}, good | {"more": 1}):
+        file.write_text(json.dumps(broken))
+        assert run(paths, tmp_path, "--gates", str(file)) == 2
+
+
+def test_a_brief_that_does_nothing_fails_the_conditioning_gate(paths, tmp_path):
+    assert run(paths, tmp_path, "--brief", "none", "--arms", "brief", "--episodes", "1") == 1
+
+
+def test_refusals(paths, tmp_path, capsys):
+    assert run(paths, tmp_path, "--episodes", "3") == 2
+    assert run(paths, tmp_path, "--arms", "shuffled") == 2
+    assert run(paths, tmp_path, "--brief", "gold_patch") == 2
+    assert main(["probe", str(tmp_path)]) == 2
+    assert main(["why", str(paths[0]), "no-such-episode", "0"]) == 2
+    assert main(["why", str(paths[0]), "train-00001-00000-0", "9"]) == 2
+    assert "turns with loss there: [0, 1]" in capsys.readouterr().err
+
+
+def test_answers_are_not_in_what_a_probe_writes(paths, tmp_path, branches):
+    assert run(paths, tmp_path, "--brief", "gold_patch", "--allow-answer", "--episodes", "1", "--arms", "brief") == 0
+    text = (tmp_path / "probe.json").read_text() + (tmp_path / "probe.html").read_text()
+    gold = briefs_of(branches[0].pair, "gold_patch", allow_answer=True)["agent1"].text
+    assert not [line for line in gold.splitlines() if len(line.strip()) > 20 and line.strip() in text]
+
+
+def test_why_shows_three_distributions_that_the_models_have(paths, tokenizer, branches, monkeypatch, capsys):
+    from verl_opsd.probe.why import why
+
+    student = DeviceTeacher(str(paths[1]), torch.float32, "cpu", "s")
+    teacher = DeviceTeacher(str(paths[2]), torch.float32, "cpu", "t")
+    rows = why(branches, "train-00001-00000-0", "agent1", 1, student, teacher, tokenizer, CHOICE, "system", 3)
+    ids = branches[0].trajectory.input_ids.tolist()
+    for row in rows:
+        logp = plain(paths[1], ids[: row["position"]])[-1]
+        best = np.argsort(logp)[::-1][:5]
+        assert row["written"] == tokenizer.decode([ids[row["position"]]])
+        assert [text for text, _ in row["student"]] == [tokenizer.decode([i]) for i in best.tolist()]
+        assert [p for _, p in row["student"]] == pytest.approx(np.exp(logp[best]), rel=1e-3)
+        assert row["student"] != row["teacher"] != row["briefed"]
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["why", str(paths[0]), "train-00001-00000-0", "1", "--teacher", str(paths[2])]) == 0
+    assert "teacher with brief" in capsys.readouterr().out

@@ -1,0 +1,210 @@
+"""``opsd probe RUN`` and ``opsd why RUN EPISODE TURN``: what a teacher is worth on recorded episodes, without training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from verl_opsd.errors import OpsdError
+
+if TYPE_CHECKING:
+    from verl_opsd.probe.states import BriefChoice
+    from verl_opsd.rundir import RunDir
+    from verl_opsd.teachers.device import DeviceTeacher
+
+#: Thresholds, where no file gives others: those of the run's own gates, written down before it.
+GATES = ("identity_max", "void_max", "shifted_min", "conditioning_min")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``probe`` and ``why``."""
+    probe = subparsers.add_parser(
+        "probe", help="controls, the brief's effect, the teacher's pull, on a run's episodes; 1: a gate failed"
+    )
+    why = subparsers.add_parser("why", help="top tokens of student, teacher and briefed teacher at one turn")
+    for p in (probe, why):
+        p.add_argument("run", type=Path, help="run directory with episodes")
+        p.add_argument("--brief", help="default: the run's")
+        p.add_argument("--files", help="folder of workflows")
+        p.add_argument("--allow-answer", action="store_true")
+        p.add_argument("--student", help="model folder; default: the run's")
+        p.add_argument("--adapter", help="LoRA adapter of the student, PEFT layout")
+        p.add_argument("--teacher", help="model folder; default: the student without adapter")
+        p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+        p.add_argument("--device", default="cpu")
+    probe.add_argument("--episodes", type=int, help="the first so many; default: all")
+    probe.add_argument("--arms", nargs="+", help="default: brief wrong_task shuffled content_free")
+    probe.add_argument("--placements", nargs="+", choices=("system", "last_user"), default=["system", "last_user"])
+    probe.add_argument("--teacher-run", type=Path, help="run whose trajectories the teacher wrote: are they teachable?")
+    probe.add_argument("--gates", type=Path, help=f"JSON file with {', '.join(GATES)}, written before the probe")
+    probe.add_argument("--out", type=Path, help="default: RUN/probe")
+    probe.set_defaults(func=run_probe)
+    why.add_argument("episode")
+    why.add_argument("turn", type=int)
+    why.add_argument("--agent", default="agent1")
+    why.add_argument("--placement", choices=("system", "last_user"), default="system")
+    why.add_argument("--tokens", type=int, default=8, help="positions, those with the largest effect")
+    why.set_defaults(func=show_why)
+
+
+def _open(args: argparse.Namespace) -> tuple[RunDir, dict[str, Any], Any, BriefChoice, DeviceTeacher, DeviceTeacher]:
+    import torch
+    from transformers import AutoTokenizer
+
+    from verl_opsd.probe.states import BriefChoice
+    from verl_opsd.rundir import RunDir
+    from verl_opsd.teachers.device import DeviceTeacher
+
+    run = RunDir(args.run)
+    if not (run.path / "meta.json").is_file():
+        raise OpsdError(f"{run.path} holds no meta.json", "a probe reads the directory of a run", "name one")
+    meta = json.loads((run.path / "meta.json").read_text())
+    brief = meta["opsd"]["brief"]
+    choice = BriefChoice(
+        args.brief or brief["name"],
+        args.allow_answer or (args.brief is None and brief["allow_answer"]),
+        args.files or (brief.get("files") if args.brief is None else None),
+        brief["user_turn"],
+    )
+    path, dtype = args.student or meta["student"], getattr(torch, args.dtype)
+    student = DeviceTeacher(path, dtype, args.device, "student", args.adapter)
+    own_base = args.teacher is None and args.adapter is None
+    teacher = student if own_base else DeviceTeacher(args.teacher or path, dtype, args.device, "teacher")
+    return run, meta, AutoTokenizer.from_pretrained(path), choice, student, teacher
+
+
+def thresholds(file: Path | None, meta: dict[str, Any]) -> dict[str, float]:
+    """The gates' thresholds: a file's, or those of the run.
+
+    Raises:
+        OpsdError: the file has other keys or values that are no numbers.
+    """
+    if file is None:
+        gates = meta["opsd"]["gates"]
+        floor = gates["identity_max"]
+        return {"identity_max": floor, "void_max": floor, "shifted_min": gates["shifted_min"], "conditioning_min": floor}
+    values = json.loads(file.read_text())
+    if set(values) != set(GATES) or not all(isinstance(v, (int, float)) and v >= 0 for v in values.values()):
+        raise OpsdError(f"{file}: {values}", f"thresholds are {', '.join(GATES)}, numbers of at least 0", "correct the file")
+    return {k: float(v) for k, v in values.items()}
+
+
+def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
+    """Measures, writes ``probe.json`` and ``probe.html``, appends the verdicts to the run's ``evidence.jsonl``."""
+    import torch
+
+    from verl_opsd.probe.html import report
+    from verl_opsd.probe.measure import measure, summary, teachability
+    from verl_opsd.probe.recovery import recover
+    from verl_opsd.probe.states import ARMS, read_branches
+    from verl_opsd.rundir import RunDir, write_json
+
+    console = console or Console()
+    run, meta, tokenizer, choice, student, teacher = _open(args)
+    limits = thresholds(args.gates, meta)
+    arms = args.arms or list(ARMS)
+    if "brief" not in arms:
+        raise OpsdError(f"arms {arms}", "the brief itself is always an arm", "add brief")
+    dataset = meta["opsd"]["tasks"]["dataset"]
+    branches = read_branches(run, dataset, tokenizer, args.episodes)
+    workers = 1
+    if args.device == "cpu":
+        workers = len(os.sched_getaffinity(0))
+        torch.set_num_threads(1)
+    with console.status("") as status:
+        probe = measure(
+            branches,
+            student,
+            teacher,
+            tokenizer,
+            choice,
+            arms,
+            args.placements,
+            lambda n: status.update(f"{n} of {len(branches)} branches"),
+            workers=workers,
+        )
+        result = summary(probe)
+        status.update("prefix recovery")
+        result["recovery"] = recover(branches, student, teacher, tokenizer, choice, args.placements[0])
+    if args.teacher_run is not None:
+        theirs = read_branches(RunDir(args.teacher_run), dataset, tokenizer, args.episodes)
+        result["teachability"]["teacher's trajectories"] = teachability(theirs, student)
+    result |= {"brief": choice.name, "student": args.student or meta["student"], "teacher": args.teacher or "student's base"}
+    verdicts = _verdicts(run, result, limits, args.placements[0], choice.name)
+    result["gates"] = verdicts
+    out = args.out or run.path / "probe"
+    write_json(out / "probe.json", result)
+    (out / "probe.html").write_text(report(probe, result, verdicts, tokenizer, f"Probe of {choice.name}"), encoding="utf-8")
+    for placement, tables in result["effect"].items():
+        table = Table(
+            "arm", "mean", "median", "p90", "p99", "flips", title=f"effect of the brief, placement {placement} (nats)"
+        )
+        for arm, s in tables["arms"].items():
+            table.add_row(arm, *(f"{s[k]:.3g}" for k in ("mean", "median", "p90", "p99", "flips")))
+        console.print(table)
+    for v in verdicts:
+        console.print(
+            f"{'pass' if v['passed'] else 'FAIL'}  {v['name']}: {v['value']:.3g} against {v['threshold']:.3g}", highlight=False
+        )
+    console.print(f"{out / 'probe.html'}", soft_wrap=True)
+    return int(not all(v["passed"] for v in verdicts))
+
+
+def _verdicts(
+    run: RunDir, result: dict[str, Any], limits: dict[str, float], placement: str, brief: str
+) -> list[dict[str, Any]]:
+    controls, effect = result["controls"], result["effect"][placement]["arms"]["brief"]["mean"]
+    identity, void, shifted = (controls[k]["mean"] for k in ("identity", "void", "shifted"))
+    conditioned = effect > max(limits["conditioning_min"], 10 * identity)
+    detail = f"{brief}, {result['positions']} positions"
+    run.evidence("probe_identity", identity, limits["identity_max"], identity <= limits["identity_max"], detail)
+    run.evidence("probe_void", void, limits["void_max"], void <= limits["void_max"], detail)
+    run.evidence("probe_shifted", shifted, limits["shifted_min"], shifted > limits["shifted_min"], detail)
+    run.evidence("probe_conditioning", effect, limits["conditioning_min"], conditioned, f"{detail}, placement {placement}")
+    return [
+        {
+            "name": "identity",
+            "value": identity,
+            "threshold": limits["identity_max"],
+            "passed": identity <= limits["identity_max"],
+        },
+        {"name": "void", "value": void, "threshold": limits["void_max"], "passed": void <= limits["void_max"]},
+        {"name": "shifted", "value": shifted, "threshold": limits["shifted_min"], "passed": shifted > limits["shifted_min"]},
+        {"name": "conditioning", "value": effect, "threshold": limits["conditioning_min"], "passed": conditioned},
+    ]
+
+
+def show_why(args: argparse.Namespace, console: Console | None = None) -> int:
+    """Prints, at the positions of one turn with the largest effect, the most probable tokens of all three."""
+    from verl_opsd.probe.states import read_branches
+    from verl_opsd.probe.why import why
+
+    run, meta, tokenizer, choice, student, teacher = _open(args)
+    branches = read_branches(run, meta["opsd"]["tasks"]["dataset"], tokenizer)
+    found = why(branches, args.episode, args.agent, args.turn, student, teacher, tokenizer, choice, args.placement, args.tokens)
+    table = Table(
+        "position",
+        "written",
+        "student",
+        "teacher",
+        "teacher with brief",
+        "effect",
+        "pull",
+        title=f"{args.episode} {args.agent} turn {args.turn}",
+    )
+    for row in found:
+        table.add_row(
+            str(row["position"]),
+            repr(row["written"]),
+            *("\n".join(f"{p:6.1%} {text!r}" for text, p in row[k]) for k in ("student", "teacher", "briefed")),
+            f"{row['effect']:.3g}",
+            f"{row['pull']:.3g}",
+        )
+    (console or Console()).print(table)
+    return 0

@@ -1,0 +1,158 @@
+"""The states that a probe looks at: branches of recorded episodes, their pairs, and the teacher's contexts for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_opsd.cooperbench.dataset import POCKET_DIR
+from verl_opsd.cooperbench.pair_briefs import briefs_of, pair_elsewhere
+from verl_opsd.cooperbench.types import PairTask
+from verl_opsd.errors import OpsdError
+from verl_opsd.privilege import ChatMarkers, NoBrief, Placement, TeacherView, UserTurn, teacher_view
+from verl_opsd.rundir import RunDir
+from verl_opsd.teachers.base import Pass
+from verl_opsd.tokens.branches import build_trajectories, loss_positions
+from verl_opsd.tokens.classes import token_classes
+from verl_opsd.tokens.records import Trajectory
+from verl_opsd.tokens.store import EpisodeStore
+
+#: Contexts of the teacher: the brief and what it is held against.
+ARMS = ("brief", "wrong_task", "shuffled", "content_free")
+#: Tokens that stand behind the last scored one in the identity control; what a causal model must not see.
+FOREIGN = 7
+FILLER = "This note holds nothing about the task and asks for nothing. "
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One branch with loss positions, and the pair that it belongs to."""
+
+    trajectory: Trajectory
+    pair: PairTask
+    patch: str
+
+    @property
+    def name(self) -> str:
+        """``episode/agent/branch``."""
+        t = self.trajectory
+        return f"{t.episode_id}/{t.agent_id}/{t.branch}"
+
+
+@dataclass(frozen=True)
+class BriefChoice:
+    """Which brief is probed, as in ``opsd.brief``."""
+
+    name: str
+    allow_answer: bool = False
+    files: str | None = None
+    user_turn: UserTurn = "block"
+
+
+def read_branches(run: RunDir, dataset: str, tokenizer: Any, episodes: int | None = None) -> list[Branch]:
+    """Branches with loss positions of the first scored training episodes of a run, in the order of their ids.
+
+    Raises:
+        OpsdError: no episodes, or fewer than were asked for.
+    """
+    if not run.episodes.is_dir():
+        raise OpsdError(
+            f"{run.path} holds no episodes", "a probe reads recorded episodes", "name the directory of a `+recipe=opd` run"
+        )
+    root = POCKET_DIR if dataset == "pocket" else Path(dataset).expanduser().resolve()
+    out: list[Branch] = []
+    seen = 0
+    for e in EpisodeStore(run.episodes).episodes():
+        if e.split != "train" or not e.scored or (episodes is not None and seen == episodes):
+            continue
+        seen += 1
+        pair = PairTask(root, e.repo, e.task_id, e.features, e.split, e.near_benchmark)
+        patches = {a.agent_id: a.patch for a in e.agents}
+        for agent in sorted({t.agent_id for t in e.turns}):
+            turns = [t for t in e.turns if t.agent_id == agent]
+            for t in build_trajectories(turns, classify=lambda ids: token_classes(ids.tolist(), tokenizer.decode)):
+                if t.loss_mask.any():
+                    out.append(Branch(t, pair, patches.get(agent, "")))
+    if not out or (episodes is not None and seen < episodes):
+        raise OpsdError(
+            f"{run.path} holds {seen} scored training episodes",
+            "the probe looks at as many as were asked for",
+            "collect more, or ask for fewer",
+        )
+    return out
+
+
+def context_ids(branch: Branch, arm: str, choice: BriefChoice, tokenizer: Any) -> list[int]:
+    """Ids of a context for one branch; all arms are as long as the brief, up to the seams of words.
+
+    Args:
+        arm: ``brief``; ``wrong_task``, the brief of a pair of another repository; ``shuffled``, its words in a fixed random order;
+            ``content_free``, a sentence that says nothing, repeated.
+
+    Raises:
+        OpsdError: an unknown arm, or no such brief for this branch.
+    """
+    if arm not in ARMS:
+        raise OpsdError(f"arm {arm!r}", f"arms are {', '.join(ARMS)}", "choose some of them")
+    agent = branch.trajectory.agent_id
+    pair = pair_elsewhere(branch.pair) if arm == "wrong_task" else branch.pair
+    patches = None if arm == "wrong_task" else {agent: branch.patch}
+    brief = briefs_of(pair, choice.name, allow_answer=choice.allow_answer, files=choice.files, student_patch=patches)[agent]
+    if isinstance(brief, NoBrief):
+        raise brief
+    ids = brief.ids(tokenizer)
+    if arm == "shuffled":
+        words = brief.text.split()
+        random.Random(brief.hash).shuffle(words)
+        return _encode(tokenizer, "\n\n" + " ".join(words))
+    if arm == "content_free":
+        unit = _encode(tokenizer, "\n\n" + FILLER * (len(ids) // 4 + 1))
+        return unit[: len(ids)]
+    return ids
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+
+def view_of(branch: Branch, ids: Sequence[int], placement: Placement, user_turn: UserTurn, markers: ChatMarkers) -> TeacherView:
+    """The teacher's view of a branch with a context; without ids the branch itself."""
+    return teacher_view(branch.trajectory.input_ids, branch.trajectory.loss_mask, ids, placement, markers, user_turn=user_turn)
+
+
+def passes_of_view(view: TeacherView) -> list[Pass]:
+    """The passes of a view, for a scorer."""
+    ends = np.cumsum(view.lengths)
+    owner = np.searchsorted(ends, view.position, side="right")
+    out = []
+    for p, (length, end) in enumerate(zip(view.lengths.tolist(), ends.tolist(), strict=True)):
+        slots = np.flatnonzero(owner == p)
+        if len(slots):
+            ids = torch.from_numpy(view.ids[end - length : end].astype(np.int64))
+            out.append(Pass(0, torch.from_numpy(slots), ids, torch.from_numpy(view.position[slots] - (end - length))))
+    return out
+
+
+def own_passes(trajectory: Trajectory, shifts: Sequence[int] = (0,), by_turn: bool = False) -> list[Pass]:
+    """Passes over a branch's own ids.
+
+    Args:
+        shifts: tokens by which the scored positions are moved (anything but 0 is a negative control); the slots of one shift come
+            behind those of the one before.
+        by_turn: one pass a turn, cut behind the turn's last scored token and followed by a few foreign tokens, instead of one over the
+            branch: a causal model that is scored right gives the same.
+    """
+    position, ids = loss_positions(trajectory.loss_mask), torch.from_numpy(trajectory.input_ids.astype(np.int64))
+    index = np.concatenate([position + s for s in shifts])
+    if not by_turn:
+        return [Pass(0, torch.arange(len(index)), ids, torch.from_numpy(index))]
+    turns = np.tile(trajectory.turn_index[position + 1], len(shifts))
+    groups = [np.flatnonzero(turns == t) for t in np.unique(turns)]
+    cut = [torch.cat([ids[: int(index[g].max()) + 2], ids[:FOREIGN]]) for g in groups]
+    return [Pass(0, torch.from_numpy(g), c, torch.from_numpy(index[g])) for g, c in zip(groups, cut, strict=True)]
