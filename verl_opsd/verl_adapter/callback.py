@@ -63,7 +63,8 @@ class OpsdCallback(Callback):
 
     def _start(self, config: DictConfig, run: RunDir) -> None:
         from verl_opsd.resume import earlier_meta
-        from verl_opsd.verl_adapter.launch import meta, prepare_run, require_plugin
+        from verl_opsd.verl_adapter.launch import meta, prepare_run
+        from verl_opsd.verl_adapter.requirements import require_plugin
 
         started = time.time()
         require_plugin()

