@@ -53,7 +53,8 @@ def test_presets_compose(name: str, recipe: list[str], compose, tmp_path: Path) 
     files = [f"opsd.brief.files={tmp_path}"] if "workflow" in brief else []
     config = compose(*recipe, f"+experiment=seeds_{name}", *files)
     opsd: OpsdConfig = parse(config)
-    assert (opsd.brief.name, opsd.teacher.kind, opsd.loss.epochs, opsd.loss.anchor, opsd.loss.threshold) == PRESETS[name]
+    above = opsd.loss.threshold.above if opsd.loss.threshold else None
+    assert (opsd.brief.name, opsd.teacher.kind, opsd.loss.epochs, opsd.loss.anchor, above) == PRESETS[name]
     assert opsd.brief.placement == "last_user" and opsd.brief.allow_answer == ("workflow" in brief)
     assert opsd.teacher.path == ("Qwen/Qwen3.5-27B" if teacher == "device" else None)
     assert (opsd.loss.divergence, opsd.loss.support, opsd.loss.top_k, opsd.loss.max_prefix) == (

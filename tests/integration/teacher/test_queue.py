@@ -35,8 +35,9 @@ def test_signal_of_every_row_is_in_the_queue(tmp_path: Path) -> None:
     from verl.single_controller.ray import RayResourcePool
     from verl.utils.transferqueue_utils import _meta_to_realdata
 
+    from verl_opsd.verl_adapter.passes import jagged
     from verl_opsd.verl_adapter.teacher import teacher_pool
-    from verl_opsd.verl_adapter.trainer import OpsdTrainer, nested
+    from verl_opsd.verl_adapter.trainer import OpsdTrainer
 
     path = str(make_tiny(tmp_path / "teacher", seed=5, hidden_size=96))
     pool = teacher_pool(TeacherConfig("device", path, 1, "float32"), RayResourcePool([1], use_gpu=True, name_prefix="t"))
@@ -57,13 +58,13 @@ def test_signal_of_every_row_is_in_the_queue(tmp_path: Path) -> None:
         rows.append(row | {"input_ids": ids})
     tq.init()
     keys = ["a_0", "b_0", "c_0"]
-    fields = TensorDict({k: nested([r[k] for r in rows]) for k in rows[0]}, batch_size=3)
+    fields = TensorDict({k: jagged([r[k] for r in rows]) for k in rows[0]}, batch_size=3)
     batch = tq.kv_batch_put(keys=keys, partition_id="train", fields=fields, tags=[{}] * 3)
     batch.extra_info = {"epochs": 2}
 
     own_teacher = DeviceTeacher(path, torch.float32, "cpu", "t")
     for source in ("own", "view", "own"):  # written again each time
-        scored = OpsdTrainer.score(SimpleNamespace(teacher=pool), batch, source)  # type: ignore[arg-type]
+        scored = OpsdTrainer.score(SimpleNamespace(teacher=pool, signals=None), batch, source)  # type: ignore[arg-type]
         assert scored.keys == keys and scored.extra_info == {"epochs": 2} and "opsd_signal" in scored.fields
         data = _meta_to_realdata(scored)  # what a training worker gets
         signals = data["opsd_signal"].unbind()
