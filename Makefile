@@ -41,10 +41,8 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy verl_opsd
 
-# Whole runs of the trainer one after another; everything else in two processes.
 test: lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not e2e"
-	$(BIN)/python -m pytest -q -m e2e
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 clean:
 	rm -rf $(VENV) build *.egg-info
