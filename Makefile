@@ -42,7 +42,7 @@ lint: install
 	$(BIN)/mypy verl_opsd
 
 test: lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
 
 clean:
 	rm -rf $(VENV) build *.egg-info
