@@ -41,8 +41,10 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy verl_opsd
 
+# Whole runs of the trainer one after another, as each takes both cores; everything else in two processes.
 test: lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not e2e"
+	$(BIN)/python -m pytest -q -m e2e
 
 clean:
 	rm -rf $(VENV) build *.egg-info

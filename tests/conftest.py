@@ -24,9 +24,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     import torch
 
     for item in items:
-        # A file's tests share fixtures that cost seconds, up to a whole run of the trainer, so one process runs them all.
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
         if "gpu" in item.keywords and not torch.cuda.is_available():

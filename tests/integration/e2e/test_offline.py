@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from job import SHORT, Job, evidence, report, run_trainer, stages, table, telemetry
 
-pytestmark = pytest.mark.xdist_group("online")  # both look at one run
-
 #: Four episodes in two groups, twice.
 STEPS = ("opsd.loss.epochs=2", "opsd.loss.episodes_per_update=2")
 

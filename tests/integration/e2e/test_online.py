@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from job import evidence, report, stages, table, telemetry
 
-pytestmark = pytest.mark.xdist_group("online")  # both look at one run
-
 ROUNDS, PAIRS = 2, 2
 
 
