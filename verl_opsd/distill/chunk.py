@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -50,10 +50,7 @@ class ChunkInput:
             return None if value is None else value[rows].to(device=device, dtype=to, non_blocking=True)
 
         def part(signal: Signal | None) -> Signal | None:
-            if signal is None:
-                return None
-            cut: dict[str, Any] = {k: v[rows] if isinstance(v, Tensor) else v for k, v in signal.__dict__.items()}
-            return Signal(**cut).to(device)
+            return None if signal is None else signal.rows(rows).to(device)
 
         return cls(
             hidden_CH=hidden_CH,

@@ -67,6 +67,15 @@ class Signal:
                 return int(t.shape[0])
         raise AssertionError("unreachable: form was checked")
 
+    def rows(self, which: slice | Tensor) -> Signal:
+        """The same signal at some of its positions; ``which`` is a slice, bool[N] or int64 indices."""
+
+        def cut(value: Tensor) -> Tensor:
+            return value[which if isinstance(which, slice) else which.to(value.device)]
+
+        parts: dict[str, Any] = {k: cut(v) for k, v in self.__dict__.items() if isinstance(v, Tensor)}
+        return dataclasses.replace(self, **parts)
+
     def to(self, device: torch.device | str) -> Signal:
         """The same signal on another device."""
         moved: dict[str, Any] = {k: v.to(device) for k, v in self.__dict__.items() if isinstance(v, Tensor)}

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from verl_opsd.distill import dense
-from verl_opsd.distill.telemetry import Distribution
+from verl_opsd.distill.telemetry import Distribution, bucket
 from verl_opsd.privilege import ChatMarkers, Placement
 from verl_opsd.probe.states import Branch, BriefChoice, context_ids, own_passes, passes_of_view, view_of
 from verl_opsd.teachers.base import Pass
@@ -196,8 +196,8 @@ def groups(probe: Probe, by: str) -> dict[str, NDArray[np.bool_]]:
         return {name: label == code for code, name in enumerate(TOKEN_CLASSES) if (label == code).any()}
     if by == "turn":
         return {f"turn {t}": label == t for t in np.unique(label).tolist()}
-    names = np.array([depth_bucket(d) for d in label.tolist()])
-    return {n: names == n for n in dict.fromkeys(depth_bucket(d) for d in np.sort(label).tolist())}
+    lower = bucket(label, np.array([0, *DEPTHS]))
+    return {depth_bucket(d): lower == d for d in np.unique(lower).tolist()}
 
 
 def summary(probe: Probe) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class OpsdEngine(FSDPEngineWithLMHead):
         self._prepared: OpsdLoss | None = None
         self.mine_N = torch.zeros(
             0, dtype=torch.bool
-        )  # with sequence parallelism, positions of this rank in the last loss task
+        )  # with sequence parallelism: of the last loss task, this rank's positions
         self._kept = torch.zeros(())  # sum of kept coefficients of this rank's micro-batches of a step
         self._moved = False  # whether the weights are no longer those that were loaded
         self._initial: list[Tensor] | None = None

@@ -85,11 +85,6 @@ def teacher_control(trainer: Any, batch: KVBatchMeta) -> None:
 
 
 def _control(trainer: Any, batch: KVBatchMeta, teacher: str, shift: int, adapters: str) -> np.ndarray:
-    batch.extra_info |= {
-        "opsd_control_teacher": teacher,
-        "opsd_control_shift": shift,
-        "opsd_control_adapters": adapters,
-    }
     return torch.cat(divergences(trainer, batch, teacher, shift, adapters)).numpy()
 
 

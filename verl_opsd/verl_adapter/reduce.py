@@ -13,11 +13,16 @@ from verl_opsd.distill.reduction import coefficients
 from verl_opsd.distill.weights import threshold_mask
 
 
+def episode_of(key: str) -> str:
+    """The episode of a row; its rows share everything before the last underscore of their keys."""
+    return key.rsplit("_", 1)[0]
+
+
 def update_groups(keys: Sequence[str], carries: Sequence[bool], per_update: int | None) -> list[list[int]]:
     """Rows of each optimizer step; steps count episodes.
 
     Args:
-        keys: of the rows; rows of one episode share everything before the last underscore.
+        keys: of the rows (:func:`episode_of`).
         carries: whether a row holds a position with weight.
         per_update: episodes of a step; None: all.
 
@@ -27,7 +32,7 @@ def update_groups(keys: Sequence[str], carries: Sequence[bool], per_update: int 
     """
     episodes: dict[str, list[int]] = {}
     for i, key in enumerate(keys):
-        episodes.setdefault(key.rsplit("_", 1)[0], []).append(i)
+        episodes.setdefault(episode_of(key), []).append(i)
     loaded = [rows for rows in episodes.values() if any(carries[i] for i in rows)]
     empty = [rows for rows in episodes.values() if not any(carries[i] for i in rows)]
     size = per_update or max(1, len(loaded))
@@ -58,11 +63,6 @@ def with_coefficients(
         for row, coef in zip(out, _reduced(rows, [r[name] for r in rows], keys, groups, loss, scale), strict=True):
             row[name] = coef
     return out
-
-
-def episode_of(key: str) -> str:
-    """The episode of a row; its rows share everything before the last underscore of their keys."""
-    return key.rsplit("_", 1)[0]
 
 
 def with_rewards(

@@ -15,6 +15,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_opsd.distill.head import HeadResult, HeadTask
 from verl_opsd.distill.policy import PpoClip, ppo_loss
+from verl_opsd.distill.weights import threshold_mask
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import flat, jagged, layout_index, signal_of
@@ -91,7 +92,7 @@ def task_reward_loss(batch: TensorDict, task: HeadTask, clip: PpoClip, ranks: in
 
 def kept_coefficient(batch: TensorDict, result: HeadResult, above: float) -> Tensor:
     """Sum of the coefficients of the positions whose divergence is above ``above`` nats; float64, 0-d."""
-    return (flat(batch, "opsd_coef") * (result.divergence_N > above)).to(torch.float64).sum()
+    return (flat(batch, "opsd_coef") * threshold_mask(result.divergence_N, above)).to(torch.float64).sum()
 
 
 def metrics_of(batch: TensorDict, result: HeadResult, step: int) -> dict[str, list[float]]:

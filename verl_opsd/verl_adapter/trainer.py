@@ -42,7 +42,7 @@ from verl_opsd.verl_adapter import corpus, guards, teacher
 from verl_opsd.verl_adapter.engine import OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged, own_passes, rows_of, view_passes
 from verl_opsd.verl_adapter.reduce import update_groups, with_coefficients, with_rewards
-from verl_opsd.verl_adapter.updates import mask_at_collection, rewards_of
+from verl_opsd.verl_adapter.updates import mask_at_collection, rewards_of, rows_in_queue
 from verl_opsd.verl_adapter.watch import ActorWatch
 from verl_opsd.verl_adapter.worker import OpsdWorker
 
@@ -264,8 +264,7 @@ class OpsdTrainer(PPOTrainerSync):
         rank, and balances tokens over ranks inside each group."""
         dp = max(self.actor_rollout_wg._query_dispatch_info("actor")) + 1
         self.actor_rollout_wg._dispatch_info.setdefault("actor", self.actor_rollout_wg._query_dispatch_info("actor"))
-        weights = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["opsd_coef"])["opsd_coef"]
-        carries = [bool((w != 0).any()) for w in weights.unbind()]
+        carries = [bool((r["opsd_coef"] != 0).any()) for r in rows_in_queue(batch, ["opsd_coef"])]
         if not any(carries):
             raise OpsdError(
                 f"no position that carries loss in this round's {len(batch)} rows",
@@ -297,20 +296,18 @@ class OpsdTrainer(PPOTrainerSync):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Final coefficients over the global batch; padding rows get no loss position."""
-        select = [*FIELDS, "input_ids", "response_mask"]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=select)
-        columns = {k: list(data[k].unbind()) for k in select}
-        rows = []
-        for i, tag in enumerate(batch.tags):
-            ids = columns["input_ids"][i]
-            rows.append(padding_fields(ids) if tag.get("is_padding", False) else {k: columns[k][i] for k in FIELDS})
+        stored = rows_in_queue(batch, [*FIELDS, "input_ids", "response_mask"])
+        rows = [
+            padding_fields(r["input_ids"]) if tag.get("is_padding", False) else {k: r[k] for k in FIELDS}
+            for tag, r in zip(batch.tags, stored, strict=True)
+        ]
         rows = with_coefficients(rows, batch.keys, self._group_of, self.opsd.loss)
         if self.opsd.loss.task_reward_coef > 0:
             rows = with_rewards(rows, batch.keys, self._group_of, rewards_of(batch), self.opsd.loss.task_reward_coef)
         fields = {k: jagged([r[k] for r in rows]) for k in FIELDS}
-        zeros = jagged([torch.zeros(m.numel()) for m in columns["response_mask"]])
+        zeros = jagged([torch.zeros(r["response_mask"].numel()) for r in stored])
         fields["advantages"], fields["returns"] = zeros, zeros.clone()
-        tokens = sum(r["opsd_view_ids"].numel() + ids.numel() for r, ids in zip(rows, columns["input_ids"], strict=True))
+        tokens = sum(r["opsd_view_ids"].numel() + s["input_ids"].numel() for r, s in zip(rows, stored, strict=True))
         loss_tokens = sum(int((r["opsd_coef"] != 0).sum()) for r in rows)
         metrics["opsd/loss_tokens"] = loss_tokens
         metrics["opsd/tokens_per_loss_token"] = tokens / loss_tokens

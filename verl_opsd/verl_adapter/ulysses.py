@@ -27,7 +27,6 @@ from verl.utils.ulysses import (
 )
 
 from verl_opsd.distill.head import HeadResult, HeadTask
-from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
 
 #: ``attn_implementation`` of :func:`ulysses_sdpa`.
@@ -90,19 +89,13 @@ def local_task(task: HeadTask, start: int, length: int) -> tuple[HeadTask, Tenso
     def rows(value: Tensor | None) -> Tensor | None:
         return None if value is None else value[mine_N.to(value.device)]
 
-    def signal(value: Signal | None) -> Signal | None:
-        if value is None:
-            return None
-        cut: dict[str, Any] = {k: rows(v) if isinstance(v, Tensor) else v for k, v in value.__dict__.items()}
-        return Signal(**cut)
-
     part = dataclasses.replace(
         task,
         index_N=task.index_N[mine_N] - start,
         labels_N=rows(task.labels_N),
-        teacher=signal(task.teacher),
+        teacher=None if task.teacher is None else task.teacher.rows(mine_N),
         coef_N=rows(task.coef_N),
-        anchor=signal(task.anchor),
+        anchor=None if task.anchor is None else task.anchor.rows(mine_N),
         anchor_coef_N=rows(task.anchor_coef_N),
         behaviour_logprob_N=rows(task.behaviour_logprob_N),
     )

@@ -1,4 +1,4 @@
-"""What happens to a round's rows in the queue between scoring and the update."""
+"""A round's rows in the queue: reading them, and what happens to them between scoring and the update."""
 
 from __future__ import annotations
 
