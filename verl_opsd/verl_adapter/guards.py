@@ -21,7 +21,7 @@ from verl_opsd.verl_adapter import checks
 from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
 
 #: Rows and tokens a rank that the identity control looks at; one row at least.
-CONTROL_ROWS, CONTROL_TOKENS = 4, 8192
+CONTROL_ROWS, CONTROL_TOKENS = 4, 4096
 #: Of the publish guard: rows, tokens of a row's prefix, and positions of a row that are compared.
 PROBE_ROWS, PROBE_TOKENS, PROBE_POSITIONS = 2, 2048, 16
 #: Tokens of the fixed probe on which another server is followed from version to version, and the standard error of its share

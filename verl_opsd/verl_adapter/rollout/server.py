@@ -121,6 +121,8 @@ class EmbeddedServer:
             attn_implementation=ATTENTION if flat else "sdpa",
             trust_remote_code=self.model_config.trust_remote_code,
         )
+        for p in model.parameters():  # out of the file's mapping, whose 4 kB pages may have to be read again
+            p.data = p.data.clone()
         return model.eval().requires_grad_(False)
 
     def _max_model_len(self) -> int:
