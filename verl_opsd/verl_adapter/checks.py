@@ -191,7 +191,7 @@ def logprobs(engine: OpsdEngine, sequences: Sequence[Sequence[int]], positions: 
 
 def adapter_stats(engine: OpsdEngine) -> dict[str, Any]:
     """``tensors``: number of adapter tensors; ``dtypes``: theirs; ``max_abs_B``: largest entry of any lora_B, over ranks;
-    ``parameters``: number of all parameters, one for tied ones."""
+    ``parameters``: number of all parameters, one for tied ones; ``compute``: the dtype of a forward."""
     adapters = {k: p.detach() for k, p in engine.module.named_parameters() if "lora_" in k}
     shards = [p.to_local() if isinstance(p, DTensor) else p for k, p in adapters.items() if "lora_B" in k]
     largest = max((float(s.abs().max()) for s in shards if s.numel()), default=0.0)
@@ -199,4 +199,11 @@ def adapter_stats(engine: OpsdEngine) -> dict[str, Any]:
     dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in adapters.values()})
     parameters = sum(1 for _ in engine.module.parameters())
-    return {"tensors": len(adapters), "dtypes": dtypes, "max_abs_B": float(over_ranks), "parameters": parameters}
+    compute = str(engine._autocast_dtype).removeprefix("torch.")
+    return {
+        "tensors": len(adapters),
+        "dtypes": dtypes,
+        "max_abs_B": float(over_ranks),
+        "parameters": parameters,
+        "compute": compute,
+    }

@@ -200,7 +200,7 @@ def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:
         )
         worst = max(worst, kl)
     if not own:
-        _require_followed(trainer, servers)
+        _require_followed(trainer, servers, trainer_rounds=stats["compute"] != "float32")
     return worst
 
 
@@ -259,27 +259,36 @@ def _sampled_gap(server: Any, sequences: list[list[int]], positions: list[list[i
     return float(np.mean(np.square(gaps)) / 2)
 
 
-def share_of_move(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
-    """Which share of the trained weights' move a server made: least squares of ``theirs = share * ours + rounding``.
+def share_of_move(ours: np.ndarray, theirs: np.ndarray, rounding: float = 0.0) -> tuple[float, float]:
+    """Which share of the trained weights' move a server made: least squares of ``theirs = share * move + its rounding``.
 
     Args:
         ours, theirs: float64[P], change of the same tokens' log-probabilities since an earlier version, in nats.
+        rounding: variance of the trainer's own rounding within ``ours``, nats squared: what it adds to ``ours`` pulls the slope
+            towards 0 (regression dilution), so the slope is divided by the part of the variance that is not rounding.
 
     Returns:
         The share (1: the server serves what was trained; 0: it still serves the earlier version) and its standard error;
-        infinite where the trained weights did not move.
+        infinite where the trained weights did not move, or not more than they round.
     """
     square = float(ours @ ours)
-    if square == 0:
+    signal = square - rounding * ours.size
+    if signal <= 0:
         return 0.0, float("inf")
-    share = float(ours @ theirs) / square
-    rest = theirs - share * ours
-    return share, float(np.sqrt(rest @ rest / max(1, rest.size - 1) / square))
+    slope = float(ours @ theirs) / square
+    rest = theirs - slope * ours
+    error = float(np.sqrt(rest @ rest / max(1, rest.size - 1) / square))
+    return slope * square / signal, error * square / signal
 
 
-def _require_followed(trainer: Any, servers: list[Any]) -> None:
+def _require_followed(trainer: Any, servers: list[Any], trainer_rounds: bool) -> None:
     """A bound on the gap can't see a stale adapter where rounding (bf16) is as large as what one update moves, so the *move* of a
-    fixed probe is compared. While it is too small to tell, the earlier version stays the reference and moves add up."""
+    fixed probe is compared. While it is too small to tell, the earlier version stays the reference and moves add up.
+
+    Args:
+        trainer_rounds: the trainer computes in less than float32. Its rounding is then as large as the server's, so half of the
+            squared gap between the two at one version, and a move holds that of two versions.
+    """
     size = len(trainer.tokenizer)
     ids = [(7919 * i + 13) % size for i in range(FOLLOW_TOKENS)]
     mine = trainer.actor_rollout_wg.opsd_logprobs([ids], [list(range(FOLLOW_TOKENS - 1))])[0][0]
@@ -288,8 +297,12 @@ def _require_followed(trainer: Any, servers: list[Any]) -> None:
     told = True
     if before is not None:
         least = trainer.opsd.gates.publish_follow_min
+        moved = now.ours - before.ours
         for n, (new, old) in enumerate(zip(now.theirs, before.theirs, strict=True)):
-            share, error = share_of_move(now.ours - before.ours, new - old)
+            rounding = float(np.mean(np.square(old - before.ours))) if trainer_rounds else 0.0
+            share, error = share_of_move(moved, new - old, rounding)
+            if trainer_rounds and not (new - old).any() and np.count_nonzero(moved) > moved.size / 2:
+                share, error = 0.0, 0.0  # rounding alone would have changed some of them
             told = told and error <= FOLLOW_ERROR
             trainer.run_dir.require(
                 "publish_follow",

@@ -36,16 +36,35 @@ def test_the_error_is_the_spread_of_the_share(true_share):
     assert shares.std() == pytest.approx(errors.mean(), rel=0.15)
 
 
+def test_rounding_of_the_trainer_does_not_pull_the_share_down():
+    """ours = move + own rounding: the plain slope is var(move) / var(ours), here a half; divided by it the share is unbiased."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(500):
+        move = rng.normal(0, 0.01, 256)
+        ours, theirs = move + rng.normal(0, 0.01, 256), move + rng.normal(0, 0.01, 256)
+        found.append((*guards.share_of_move(ours, theirs), *guards.share_of_move(ours, theirs, 0.01**2)))
+    plain, _, share, error = np.array(found).T
+    assert plain.mean() == pytest.approx(0.5, abs=0.02) and share.mean() == pytest.approx(1.0, abs=0.05)
+    assert error.mean() > guards.FOLLOW_ERROR / 2
+
+
+def test_a_move_within_the_trainers_rounding_tells_nothing():
+    ours = np.array([0.01, -0.01])
+    assert guards.share_of_move(ours, ours, 0.01**2) == (0.0, np.inf)
+
+
 class Run:
     """A trainer whose weights move ``step`` nats a version at every probed token, and a server that rounds."""
 
-    def __init__(self, path, monkeypatch, step: float, rounding: float, serves):
+    def __init__(self, path, monkeypatch, step: float, rounding: float, serves, own: float = 0.0):
         self.run_dir, self.followed, self.global_steps = RunDir(path), None, 0
         self.opsd = SimpleNamespace(gates=SimpleNamespace(publish_follow_min=0.5))
         self.tokenizer = range(1000)
         self.actor_rollout_wg = SimpleNamespace(opsd_logprobs=self._logprobs)
         rng = np.random.default_rng(1)
         self._direction = rng.normal(0, step, guards.FOLLOW_TOKENS - 1)
+        self._own, self._rounds = rng.normal(0, own, (20, guards.FOLLOW_TOKENS - 1)), own > 0
         monkeypatch.setattr(
             guards,
             "_given_logprobs",
@@ -53,12 +72,12 @@ class Run:
         )
 
     def _logprobs(self, sequences, positions):
-        rows = (self._direction * self.global_steps - 5)[:, None]
+        rows = (self._direction * self.global_steps - 5 + self._own[self.global_steps])[:, None]
         return [[np.broadcast_to(rows, (len(rows), 1000))]]
 
     def publish(self, version: int) -> dict:
         self.global_steps = version
-        guards._require_followed(self, ["server"])
+        guards._require_followed(self, ["server"], self._rounds)
         lines = (self.run_dir.path / "evidence.jsonl").read_text().splitlines() if version else ["{}"]
         return json.loads(lines[-1])
 
@@ -95,3 +114,24 @@ def test_moves_too_small_to_tell_add_up_until_a_server_is_seen_to_follow(tmp_pat
     run.publish(0)
     details = [run.publish(version)["detail"] for version in range(1, 10)]
     assert "too small" in details[0] and any("too small" not in d for d in details)
+
+
+def test_where_both_round_a_server_that_follows_never_fails(tmp_path, monkeypatch):
+    """Updates far below the rounding of either side, as bf16 with a small learning rate."""
+    run = Run(tmp_path, monkeypatch, step=0.001, rounding=0.008, serves=lambda version: version, own=0.008)
+    lines = [run.publish(version) for version in range(20)][1:]
+    assert all(line["verdict"] == "pass" for line in lines) and "too small" in lines[0]["detail"]
+
+
+def test_where_both_round_a_stale_server_is_found_as_moves_add_up(tmp_path, monkeypatch):
+    run = Run(tmp_path, monkeypatch, step=0.002, rounding=0.008, serves=lambda version: 0, own=0.008)
+    with pytest.raises(OpsdError, match="publish_follow"):
+        for version in range(20):
+            run.publish(version)
+
+
+def test_where_both_round_a_server_that_did_not_change_at_all_fails_at_once(tmp_path, monkeypatch):
+    run = Run(tmp_path, monkeypatch, step=0.001, rounding=0.0, serves=lambda version: 0, own=0.008)
+    run.publish(0)
+    with pytest.raises(OpsdError, match="publish_follow"):
+        run.publish(1)
