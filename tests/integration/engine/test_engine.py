@@ -391,7 +391,7 @@ def test_adapters_are_fp32_and_all_of_them_move(measured: Any, base: str) -> Non
     assert found["adapters"] == ["torch.float32"]
     assert found["moved"] > 0.999  # at a learning rate of 1e-5; adapters in bf16 move by a few per cent
     # 3 layers of 11 tensors, embedding, head and final norm; an A and a B for each of 7 projections of every layer
-    assert found["stats"].pop("parameters") == 3 * 11 + 3 + 42
+    assert (found["stats"].pop("parameters"), found["stats"].pop("compute")) == (3 * 11 + 3 + 42, "bfloat16")
     assert found["stats"] == {"tensors": 42, "dtypes": ["float32"], "max_abs_B": pytest.approx(found["max_abs_B"])}
 
 
@@ -447,7 +447,7 @@ def test_loss_is_checked_when_it_is_set(measured: Any, world: int) -> None:
 def test_remote_methods(measured: Any, world: int) -> None:
     found = measured(world, "remote")
     assert found["engine"] == "OpsdEngine" and found["passed"]
-    assert found["stats"].pop("parameters") == 3 * 11 + 3 + 42
+    assert (found["stats"].pop("parameters"), found["stats"].pop("compute")) == (3 * 11 + 3 + 42, "float32")
     assert found["stats"] == {"tensors": 42, "dtypes": ["float32"], "max_abs_B": 0.0}  # a fresh adapter
     assert found["identity"]["max"] <= 1e-6 and found["shifted"]["mean"] > 1e-2
     assert "opsd_control_teacher" in found["unnamed"]
