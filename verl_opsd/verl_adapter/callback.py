@@ -19,7 +19,7 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_opsd import reaper
 from verl_opsd.errors import OpsdError
@@ -43,10 +43,10 @@ class OpsdCallback(Callback):
         Raises:
             SystemExit: 2, after the error was printed.
         """
-        new = False
+        kept: set[str] | None = None
         try:
             self._run = RunDir.from_env()
-            new = is_new(self._run.path)
+            kept = not_ours(self._run.path, str(OmegaConf.select(config, "hydra.job.name", default="main_ppo")))
             self._start(config, self._run)
         except OpsdError as e:
             print(f"error: {e}", file=sys.stderr, flush=True)
@@ -57,8 +57,8 @@ class OpsdCallback(Callback):
             print("error: preparing the run failed (traceback above); nothing was started", file=sys.stderr, flush=True)
         else:
             return
-        if new and self._run is not None:
-            remove_run(self._run.path)
+        if kept is not None and all(name.endswith(".log") for name in kept) and self._run is not None:
+            remove_run(self._run.path, kept)
         raise SystemExit(2)
 
     def _start(self, config: DictConfig, run: RunDir) -> None:
@@ -106,19 +106,24 @@ class OpsdCallback(Callback):
             print(f"error: {cause}\nverl-opsd: evidence so far: {self._run.path}/evidence.jsonl", file=sys.stderr, flush=True)
 
 
-def remove_run(path: Path) -> None:
-    """Removes a run directory, and the directories above it, below the current one, that are then empty."""
-    shutil.rmtree(path)
+def remove_run(path: Path, kept: set[str]) -> None:
+    """Removes what a refused run wrote into its directory, all but ``kept``; and the directory, and those above it, below the
+    current one, where they are then empty."""
+    for entry in path.iterdir():
+        if entry.name in kept:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
     here = Path.cwd()
-    for parent in path.parents:
-        if here not in parent.parents:
-            return
+    for folder in (path, *(p for p in path.parents if here in p.parents)):
         try:
-            parent.rmdir()
+            folder.rmdir()
         except OSError:  # not empty
             return
 
 
-def is_new(path: Path) -> bool:
-    """Whether a run directory holds nothing but what Hydra itself has just written there."""
-    return all(p.name == ".hydra" or p.suffix == ".log" for p in path.iterdir())
+def not_ours(path: Path, job: str) -> set[str]:
+    """Names in a run directory that Hydra has not just written there itself."""
+    return {p.name for p in path.iterdir()} - {".hydra", f"{job}.log"}

@@ -68,7 +68,28 @@ def _verl_contradictions(config: DictConfig, opsd: OpsdConfig) -> None:
                 f"the contract says {want}; training and evaluation sample as the contract says",
                 "change opsd.contract instead",
             )
+    data = Path(os.environ["OPSD_RUN_DIR"]) / "data"
+    files = (str(config.data.train_files), str(config.data.val_files))
+    agent = (rollout.agent.default_agent_loop, OmegaConf.select(rollout, "agent.agent_loop_manager_class"))
     rules = [
+        (
+            not config.trainer.use_v1,
+            "trainer.use_v1=false",
+            "verl's older trainer would run PPO and none of this",
+            "leave it out",
+        ),
+        (
+            files != (str(data / "train.parquet"), str(data / "val.parquet")),
+            f"data.train_files, val_files = {files}",
+            "the pairs of opsd.tasks are what is run; files of another place would take their place in silence",
+            "leave both out and set opsd.tasks",
+        ),
+        (
+            agent != ("opsd_pair", None),
+            f"actor_rollout_ref.rollout.agent.default_agent_loop, agent_loop_manager_class = {agent}",
+            "an episode is a pair that opsd_pair runs, grades and stores",
+            "leave both out",
+        ),
         (actor.strategy != "fsdp2", f"actor.strategy={actor.strategy}", "the engine runs under FSDP2 only", "set it to fsdp2"),
         (model.lora.merge, "model.lora.merge=true", "a bf16 merge loses almost all of a small update", "set it to false"),
         (

@@ -70,6 +70,9 @@ def test_misspelt_key_without_plus_is_refused_by_hydra(compose, override):
         (["trainer.v1.trainer_mode=sync"], ["trainer_mode=sync"]),
         (["distillation.enabled=true"], ["distillation.enabled=true"]),
         (["actor_rollout_ref.actor.use_kl_loss=true"], ["opsd.loss.anchor"]),
+        (["trainer.use_v1=false"], ["trainer.use_v1=false", "PPO"]),
+        (["data.val_files=/elsewhere/val.parquet"], ["/elsewhere/val.parquet", "opsd.tasks"]),
+        (["actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent"], ["single_turn_agent", "opsd_pair"]),
         (["actor_rollout_ref.rollout.n=2"], ["rollout.n"]),
         (["opsd.corpus=/some/run"], ["opsd.corpus=/some/run"]),
         (["opsd.contract.tool_parser=hermse"], ["tool parser 'hermse'", "hermes"]),
@@ -297,3 +300,15 @@ def test_resuming_under_another_contract(refused, compose, tmp_path):
         OpsdCallback().on_job_start(compose("+recipe=opd", "opsd.contract.step_limit=3"))
     assert stop.value.code == 2
     assert (run.path / "contract.json").read_bytes() == before and (run.path / "keep.json").is_file()
+
+
+def test_a_refused_run_leaves_the_users_files(compose, tmp_path):
+    from verl_opsd.verl_adapter.callback import OpsdCallback
+
+    run = tmp_path / "run"
+    (run / ".hydra").mkdir(parents=True)
+    (run / "main_ppo.log").write_text("")
+    (run / "out.log").write_text("what tee has written")
+    with pytest.raises(SystemExit):
+        OpsdCallback().on_job_start(compose("+recipe=opd", "trainer.use_v1=false"))
+    assert [(p.name, p.read_text()) for p in run.iterdir()] == [("out.log", "what tee has written")]
