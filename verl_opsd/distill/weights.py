@@ -69,7 +69,8 @@ class SurprisalGate:
 class Clip:
     """min(1, limit / divergence): a position pulls with at most ``limit`` nats, in the direction in which it pulled.
 
-    Clamping the divergence itself would set the gradient of exactly the largest positions to 0.
+    Clamping the divergence itself would set the gradient of exactly the largest positions to 0. An infinite one is not clipped
+    to 0: it stops the step.
     """
 
     limit: float
@@ -79,7 +80,8 @@ class Clip:
             raise OpsdError(f"clip at {self.limit} nats", "a clip is above 0", "raise the limit, or leave the clip out")
 
     def __call__(self, values: TokenValues) -> Tensor:
-        return torch.clamp(self.limit / values.divergence_C.abs(), max=1.0)
+        size_C = values.divergence_C.abs()
+        return torch.where(size_C.isinf(), 1.0, torch.clamp(self.limit / size_C, max=1.0))
 
 
 def product(weights: Iterable[Weight], values: TokenValues) -> Tensor:
@@ -91,8 +93,8 @@ def product(weights: Iterable[Weight], values: TokenValues) -> Tensor:
 
 
 def threshold_mask(divergence_N: Tensor, above: float = 0.05) -> Tensor:
-    """1.0 where the divergence is above ``above`` nats, else 0.0."""
-    return (divergence_N > above).to(divergence_N.dtype)
+    """0.0 where the divergence is at most ``above`` nats, else 1.0: one that is no number is kept, so that it stops the step."""
+    return (~(divergence_N <= above)).to(divergence_N.dtype)
 
 
 def class_weight(token_class_N: Tensor, weight_of: Mapping[int, float]) -> Tensor:

@@ -95,3 +95,14 @@ def test_unknown_missing_or_ignored_options_are_refused(fields: dict) -> None:
 def test_an_own_divergence_is_one_registry_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ANALYTIC, "half_reverse", lambda logp, logq, spec: (logp.exp() * (logp - logq)).sum(-1) / 2)
     assert LossSpec(divergence="half_reverse").divergence == "half_reverse"
+
+
+@pytest.mark.parametrize("weight", [weights.Threshold(0.05), weights.Clip(1.0)])
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_divergence_that_is_no_number_reaches_the_loss(weight: weights.Weight, broken: float) -> None:
+    """A weight of 0 there would train on without it; the gradient's norm then stops the step."""
+    divergence = torch.tensor([0.01, broken, 0.5])
+    values = weights.TokenValues(divergence, torch.zeros(3), torch.zeros(3))
+    loss = torch.where(weight(values) == 0, 0.0, weight(values) * divergence).sum()
+    assert not torch.isfinite(loss)
+    assert weights.threshold_mask(divergence).tolist() == [0, 1, 1]
