@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
+from verl_opsd.models.memory import out_of_the_file
 from verl_opsd.teachers.base import Pass, slots_of
 
 #: Largest relative difference between two ways to the same numbers on one kind of device, by dtype.
@@ -50,9 +51,8 @@ class DeviceTeacher:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-        if self.device.type == "cpu":  # out of the file's mapping, whose 4 kB pages may have to be read again
-            for p in model.parameters():
-                p.data = p.data.clone()
+        if self.device.type == "cpu":
+            out_of_the_file(model)
         self._model = model.to(self.device).eval().requires_grad_(False)
         self._head: nn.Linear = self._model.get_output_embeddings()
         self._limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -68,8 +68,8 @@ def _verl_contradictions(config: DictConfig, opsd: OpsdConfig) -> None:
                 f"the contract says {want}; training and evaluation sample as the contract says",
                 "change opsd.contract instead",
             )
-    data = Path(os.environ["OPSD_RUN_DIR"]) / "data"
     files = (str(config.data.train_files), str(config.data.val_files))
+    own_files = tuple(str(data_file(RunDir.from_env(), name)) for name in ("train", "val"))
     agent = (rollout.agent.default_agent_loop, OmegaConf.select(rollout, "agent.agent_loop_manager_class"))
     rules = [
         (
@@ -79,7 +79,7 @@ def _verl_contradictions(config: DictConfig, opsd: OpsdConfig) -> None:
             "leave it out",
         ),
         (
-            files != (str(data / "train.parquet"), str(data / "val.parquet")),
+            files != own_files,
             f"data.train_files, val_files = {files}",
             "the pairs of opsd.tasks are what is run; files of another place would take their place in silence",
             "leave both out and set opsd.tasks",
@@ -240,6 +240,11 @@ def freeze_contract(opsd: OpsdConfig, pairs: list[PairTask], model_path: str) ->
     )
 
 
+def data_file(run: RunDir, name: str) -> Path:
+    """verl's prompt file of a run: ``train`` or ``val``."""
+    return run.path / "data" / f"{name}.parquet"
+
+
 def write_data(run: RunDir, pairs: list[PairTask], name: str, batch: int = 1) -> None:
     """verl's prompt file: one row a pair, repeated until the rows are whole batches, since verl drops what is left over."""
     import pandas
@@ -258,7 +263,7 @@ def write_data(run: RunDir, pairs: list[PairTask], name: str, batch: int = 1) ->
                 "extra_info": info,
             }
         )
-    path = run.path / "data" / f"{name}.parquet"
+    path = data_file(run, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     pandas.DataFrame(rows).to_parquet(path)
 

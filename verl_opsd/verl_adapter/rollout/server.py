@@ -23,6 +23,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_opsd.errors import OpsdError
+from verl_opsd.models.memory import out_of_the_file
 from verl_opsd.verl_adapter.rollout import weights
 from verl_opsd.verl_adapter.rollout.engine_core import EngineCore, Reply, Request
 from verl_opsd.verl_adapter.rollout.engine_thread import EngineThread
@@ -121,8 +122,7 @@ class EmbeddedServer:
             attn_implementation=ATTENTION if flat else "sdpa",
             trust_remote_code=self.model_config.trust_remote_code,
         )
-        for p in model.parameters():  # out of the file's mapping, whose 4 kB pages may have to be read again
-            p.data = p.data.clone()
+        out_of_the_file(model)
         return model.eval().requires_grad_(False)
 
     def _max_model_len(self) -> int:
