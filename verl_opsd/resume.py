@@ -13,20 +13,65 @@ from pathlib import Path
 from typing import Any
 
 from verl_opsd.contract import EvalContract
+from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir
 
 #: Episode folders are named <split>-<step>-<row>-<session>; stage manifests <step>-<stage>.json; telemetry <step>.npz.
 _EPISODE, _NUMBERED = re.compile(r"(train|eval)-(\d+)-"), re.compile(r"(\d+)[-.]")
 
 
-def check(run: RunDir, contract: EvalContract) -> None:
-    """A run directory that holds episodes is continued under its own contract only.
+#: Keys that may change when a run is continued: how long and how often, where output goes, what carries the processes.
+MAY_CHANGE = (
+    "trainer.total_training_steps",
+    "trainer.save_freq",
+    "trainer.test_freq",
+    "trainer.val_before_train",
+    "trainer.logger",
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "trainer.resume",
+    "trainer.max_actor_ckpt_to_keep",
+    "ray_kwargs",
+    "global_profiler",
+    "opsd.threads",
+    "opsd.worth.override",
+    "actor_rollout_ref.rollout.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.engine_kwargs",
+)
+
+
+def check(run: RunDir, contract: EvalContract, config: dict[str, Any]) -> None:
+    """A run directory that holds episodes is continued under its own contract and configuration only.
+
+    Args:
+        config: the composed configuration, references unresolved, without Hydra's section.
 
     Raises:
         OpsdError: naming the fields that differ.
     """
-    if (run.path / "contract.json").is_file() and run.episodes.is_dir() and any(run.episodes.iterdir()):
-        contract.require_same(run.contract(), f"run directory {run.path}")
+    if not (run.path / "contract.json").is_file() or not run.episodes.is_dir() or not any(run.episodes.iterdir()):
+        return
+    contract.require_same(run.contract(), f"run directory {run.path}")
+    meta = run.path / "meta.json"
+    if not meta.is_file():
+        return
+    before, now = flat(json.loads(meta.read_text())["config"]), flat(json.loads(json.dumps(config)))
+    changed = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k) and not k.startswith(MAY_CHANGE))
+    if changed:
+        raise OpsdError(
+            f"run directory {run.path} was started with "
+            + "; ".join(f"{k}={before.get(k)} and not {now.get(k)}" for k in changed[:5])
+            + (f" (and {len(changed) - 5} more keys)" if len(changed) > 5 else ""),
+            "a run is continued under its own configuration; rounds of two would be one curve",
+            "give the same keys, or start a run of its own (leave hydra.run.dir out)",
+        )
+
+
+def flat(values: Any, where: str = "") -> dict[str, Any]:
+    """Nested mappings as one, keys joined by dots."""
+    if not isinstance(values, dict):
+        return {where: values}
+    return {k: v for key, below in values.items() for k, v in flat(below, f"{where}.{key}" if where else str(key)).items()}
 
 
 def earlier_meta(run: RunDir) -> list[dict[str, Any]]:

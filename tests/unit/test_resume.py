@@ -78,12 +78,33 @@ def test_evaluation_counts_once_it_has_ended(run: RunDir) -> None:
 
 def test_episodes_bind_a_directory_to_their_contract(run: RunDir) -> None:
     write_json(run.path / "contract.json", EvalContract(step_limit=7).as_dict())
-    resume.check(run, EvalContract(step_limit=7))
+    resume.check(run, EvalContract(step_limit=7), {})
     with pytest.raises(OpsdError, match="step_limit: 8 != 7"):
-        resume.check(run, EvalContract(step_limit=8))
+        resume.check(run, EvalContract(step_limit=8), {})
 
 
 def test_a_directory_without_episodes_takes_any_contract(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     write_json(run.path / "contract.json", EvalContract(step_limit=7).as_dict())
-    resume.check(run, EvalContract(step_limit=8))
+    resume.check(run, EvalContract(step_limit=8), {})
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"opsd": {"loss": {"anchor": 0.5}}}, "opsd.loss.anchor=0.0 and not 0.5"),
+        ({"actor": {"optim": {"lr": 1}}}, "actor.optim.lr=None and not 1"),
+        ({"trainer": {"total_training_steps": 9}}, None),
+        ({"trainer": {"logger": ["console", "wandb"]}}, None),
+    ],
+)
+def test_a_run_is_continued_under_its_own_configuration(run: RunDir, changed: dict, named: str | None) -> None:
+    began = {"opsd": {"loss": {"anchor": 0.0}}, "trainer": {"total_training_steps": 2, "logger": ["console"]}}
+    write_json(run.path / "contract.json", EvalContract().as_dict())
+    write_json(run.path / "meta.json", {"config": began})
+    merged = {k: began.get(k, {}) | changed.get(k, {}) for k in {*began, *changed}}
+    if named is None:
+        resume.check(run, EvalContract(), merged)
+    else:
+        with pytest.raises(OpsdError, match=named):
+            resume.check(run, EvalContract(), merged)

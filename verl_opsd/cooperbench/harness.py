@@ -150,6 +150,20 @@ async def _uninterrupted(calls: Sequence[asyncio.Future[Any]], raise_errors: boo
             raise cancelled
 
 
+def check_contract(contract: EvalContract) -> None:
+    """The harness can run under these limits.
+
+    Raises:
+        OpsdError: a command may last so long that the harness would tell the peer that the agent is dead.
+    """
+    if contract.messaging and contract.command_timeout_s >= HARNESS_ALIVE_S:
+        raise OpsdError(
+            f"contract.command_timeout_s={contract.command_timeout_s:g} with messaging",
+            f"a command may not last {HARNESS_ALIVE_S} s: the harness would tell the peer that the agent is dead",
+            "lower contract.command_timeout_s",
+        )
+
+
 def _check(
     pair: PairTask,
     prepared: PreparedTask,
@@ -159,6 +173,7 @@ def _check(
     briefs: set[str],
 ) -> None:
     """Refuses arguments that contradict one another, before anything is made."""
+    check_contract(contract)
     rules = [
         (
             sessions == set(AGENTS),
@@ -184,12 +199,6 @@ def _check(
             f"sandbox_backend={backend!r} under contract.sandbox={contract.sandbox!r}",
             "the contract names the sandbox that runs commands",
             "make the two the same",
-        ),
-        (
-            not contract.messaging or contract.command_timeout_s < HARNESS_ALIVE_S,
-            f"contract.command_timeout_s={contract.command_timeout_s:g} with messaging",
-            f"a command may not last {HARNESS_ALIVE_S} s: the harness would tell the peer that the agent is dead",
-            "lower contract.command_timeout_s",
         ),
         (
             contract.harness in ("", identity_string()),

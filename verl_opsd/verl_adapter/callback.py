@@ -35,6 +35,7 @@ class OpsdCallback(Callback):
         self._reaper: subprocess.Popen[bytes] | None = None
         self._ray_was_up = False
         self._threads = os.environ.get("OMP_NUM_THREADS")
+        self._tmpdir, self._base = os.environ.get("TMPDIR"), tempfile.gettempdir()
         self._run: RunDir | None = None
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -57,6 +58,7 @@ class OpsdCallback(Callback):
             print("error: preparing the run failed (traceback above); nothing was started", file=sys.stderr, flush=True)
         else:
             return
+        self._unwatch(started=False)
         if kept is not None and all(name.endswith(".log") for name in kept) and self._run is not None:
             remove_run(self._run.path, kept)
         raise SystemExit(2)
@@ -68,6 +70,7 @@ class OpsdCallback(Callback):
 
         started = time.time()
         require_plugin()
+        self._watch()
         opsd = prepare_run(config, run)
         import ray
 
@@ -77,10 +80,56 @@ class OpsdCallback(Callback):
             os.environ.pop("OMP_NUM_THREADS", None)  # of an earlier job of a multirun
         else:
             os.environ["OMP_NUM_THREADS"] = threads  # Ray's processes inherit it
-        os.environ["OPSD_TMP"] = tempfile.mkdtemp(prefix="opsd-")
+        write_json(run.path / "meta.json", meta(config, opsd, started) | {"earlier": earlier_meta(run)})
+
+    def _watch(self) -> None:
+        """Everything temporary of this process and of those that it starts goes into one directory, which a reaper removes."""
+        os.environ["OPSD_TMP"] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="opsd-", dir=self._base)
         os.environ["OPSD_DRIVER_PID"] = str(os.getpid())
         self._reaper = reaper.start([os.environ["OPSD_TMP"], os.environ["OPSD_RAY_TMP"]])
-        write_json(run.path / "meta.json", meta(config, opsd, started) | {"earlier": earlier_meta(run)})
+
+    def _unwatch(self, started: bool) -> None:
+        """Lets the reaper clean up; where nothing was ``started`` there is nothing to wait for."""
+        tempfile.tempdir = self._base
+        if self._tmpdir is None:
+            os.environ.pop("TMPDIR", None)
+        else:
+            os.environ["TMPDIR"] = self._tmpdir
+        if self._reaper is None or self._reaper.stdin is None:
+            return
+        if not started:
+            self._reaper.kill()
+            self._reaper.wait()
+            shutil.rmtree(os.environ["OPSD_TMP"])
+        self._reaper.stdin.close()
+        self._reaper = None
+
+    def on_multirun_start(self, config: DictConfig, config_name: str | None = None, **kwargs: Any) -> None:
+        """Refuses a sweep with a bad value before its first job starts and before Hydra makes the sweep's directory.
+
+        Raises:
+            SystemExit: 2, after the error was printed.
+        """
+        from verl_opsd.verl_adapter.launch import check_multirun
+        from verl_opsd.verl_adapter.requirements import require_plugin
+
+        # what a job's own environment names; nothing is written there by a check
+        named = {"OPSD_RUN_DIR": str(Path(tempfile.gettempdir(), "opsd-not-yet")), "OPSD_RAY_TMP": "opsd-not-yet"}
+        os.environ.update(named)
+        try:
+            require_plugin()
+            jobs = check_multirun(config, config_name or str(config.hydra.job.config_name))
+        except OpsdError as e:
+            print(f"error: {e}", file=sys.stderr, flush=True)
+            raise SystemExit(2) from e
+        finally:
+            for name in named:
+                del os.environ[name]
+        print(
+            f"verl-opsd: {jobs} jobs checked"
+            if jobs
+            else "verl-opsd: the sweeper chooses values later; jobs are checked one by one"
+        )
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Shows the table or the cause of the failure, shuts down a Ray cluster that this job started, and lets the reaper
@@ -96,9 +145,7 @@ class OpsdCallback(Callback):
         report, failed = self._run.report, job_return.status == JobStatus.FAILED
         if report.is_file() and not failed:
             print_table(report)
-        if self._reaper is not None and self._reaper.stdin is not None:
-            self._reaper.stdin.close()
-            self._reaper = None
+        self._unwatch(started=True)
         if not failed and not report.is_file():
             print(f"verl-opsd: the job ended without a report; evidence: {self._run.path}/evidence.jsonl", file=sys.stderr)
         if failed:

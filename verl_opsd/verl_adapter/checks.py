@@ -21,7 +21,6 @@ from verl_opsd.distill.head import HeadTask, LossPositionHead
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.rows import FLOAT_FIELDS, padding_fields
-from verl_opsd.verl_adapter import ulysses
 from verl_opsd.verl_adapter.engine import OpsdEngine
 from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged
@@ -70,16 +69,16 @@ def startup_checks(engine: OpsdEngine, loss: OpsdLoss) -> list[Check]:
     vocabulary            the tokenizer has no id that the head can't predict
     adapters_bound        number of adapter tensors (with an adapter)
     adapters_fp32         adapter tensors that are not float32 (with an adapter)
-    sequence_parallel     its size; above 1 the attention is one that sees whole sequences under it
+    sequence_parallel     log-probabilities of a sequence shared by the ranks = of the whole sequence on one rank (nats; 0 without it)
     """
     engine.prepare(loss)
     out = [_check("head", isinstance(engine.head, LossPositionHead), 1, isinstance(engine.head, LossPositionHead))]
     error, limit = _head_error(engine), HEAD_THRESHOLD[engine._autocast_dtype]
     out.append(_check("head_equals_logits", error, limit, error <= limit, "nats"))
-    error, limit = engine.measure_layout(), engine.layout_threshold
+    error, apart = engine.measure_layout(), engine.layout_threshold
     note = "packed" if engine.use_remove_padding else "padded"
-    note += ": several rows a forward" if error <= limit else " rows see each other: one row a forward"
-    out.append(_check("layout", error, limit, error <= limit, note, fatal=False))
+    note += ": several rows a forward" if error <= apart else " rows see each other: one row a forward"
+    out.append(_check("layout", error, apart, error <= apart, note, fatal=False))
     spread = _forward_spread(engine, loss)
     out.append(_check("equal_forwards", spread, 0, spread == 0, "forwards between ranks"))
     tokens, vocabulary = len(engine.model_config.tokenizer), engine.head.out_features
@@ -89,10 +88,24 @@ def startup_checks(engine: OpsdEngine, loss: OpsdLoss) -> list[Check]:
         narrow = sum(p.dtype != torch.float32 for p in adapters)
         out.append(_check("adapters_bound", len(adapters), 1, len(adapters) >= 1, "tensors"))
         out.append(_check("adapters_fp32", narrow, 0, narrow == 0, "tensors in another dtype"))
-    sp = engine.ulysses_sequence_parallel_size
-    right = sp == 1 or ulysses.is_right(engine.model_config.hf_config._attn_implementation)
-    out.append(_check("sequence_parallel", sp, sp, right, "ranks a sequence, under an attention that exchanges heads"))
+    error = _sequence_parallel_error(engine)
+    note = f"nats, {engine.ulysses_sequence_parallel_size} ranks a sequence against one"
+    out.append(_check("sequence_parallel", error, limit, error <= limit, note))
     return out
+
+
+def _sequence_parallel_error(engine: OpsdEngine) -> float:
+    """Largest difference of a log-probability between a sequence that the ranks share and the same one whole on each rank."""
+    if not engine.use_ulysses_sp:
+        return 0.0
+    ids = torch.randint(engine.head.out_features, (23,), generator=torch.Generator().manual_seed(2))
+    with engine.frozen():
+        shared = engine.run(engine.inputs([ids]))[0].float().log_softmax(-1)
+        with engine.one_rank_a_sequence():
+            whole = engine.run(engine.inputs([ids]))[0].float().log_softmax(-1)
+    worst = (shared - whole).abs().max()
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst)
 
 
 def _head_error(engine: OpsdEngine) -> float:

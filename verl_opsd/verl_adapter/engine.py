@@ -289,6 +289,19 @@ class OpsdEngine(FSDPEngineWithLMHead):
         finally:
             set_ulysses_sequence_parallel_group(before)
 
+    @contextmanager
+    def one_rank_a_sequence(self) -> Iterator[None]:
+        """Every rank of a sequence-parallel group runs whole sequences, as it would without the group."""
+        size: int = self.engine_config.ulysses_sequence_parallel_size
+        self.use_ulysses_sp, self.ulysses_sequence_parallel_size = False, 1
+        before = get_ulysses_sequence_parallel_group()
+        set_ulysses_sequence_parallel_group(None)
+        try:
+            yield
+        finally:
+            self.use_ulysses_sp, self.ulysses_sequence_parallel_size = size > 1, size
+            set_ulysses_sequence_parallel_group(before)
+
     def over_sequence(self, part: Tensor) -> Tensor:
         """The sum of a loss task's parts over the ranks that share a sequence, detached."""
         whole = part.detach().clone()

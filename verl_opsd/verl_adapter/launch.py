@@ -22,6 +22,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.verl_adapter.brief_checks import check_briefs, check_worth, record_briefs, record_worth
+from verl_opsd.verl_adapter.contradictions import check_rounds, check_verl_keys, check_with_verl, data_file
 from verl_opsd.verl_adapter.keys import check_keys
 from verl_opsd.verl_adapter.requirements import (
     check_chat,
@@ -53,122 +54,8 @@ def parse(config: DictConfig) -> OpsdConfig:
         raise OpsdError(f"{', '.join(missing)} not set", "there is no default", "give KEY=VALUE on the command line")
     check_keys(config)
     opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
-    _verl_contradictions(config, opsd)
+    check_verl_keys(config, opsd)
     return opsd
-
-
-def _verl_contradictions(config: DictConfig, opsd: OpsdConfig) -> None:
-    rollout, actor, model = (config.actor_rollout_ref[k] for k in ("rollout", "actor", "model"))
-    c = opsd.contract
-    for where, node in (("rollout", rollout), ("rollout.val_kwargs", rollout.val_kwargs)):
-        got, want = (node.temperature, node.top_p, node.top_k), (c.temperature, c.top_p, c.top_k)
-        if got != want:
-            raise OpsdError(
-                f"actor_rollout_ref.{where} samples with temperature, top_p, top_k = {got}",
-                f"the contract says {want}; training and evaluation sample as the contract says",
-                "change opsd.contract instead",
-            )
-    files = (str(config.data.train_files), str(config.data.val_files))
-    own_files = tuple(str(data_file(RunDir.from_env(), name)) for name in ("train", "val"))
-    agent = (rollout.agent.default_agent_loop, OmegaConf.select(rollout, "agent.agent_loop_manager_class"))
-    rules = [
-        (
-            not config.trainer.use_v1,
-            "trainer.use_v1=false",
-            "verl's older trainer would run PPO and none of this",
-            "leave it out",
-        ),
-        (
-            files != own_files,
-            f"data.train_files, val_files = {files}",
-            "the pairs of opsd.tasks are what is run; files of another place would take their place in silence",
-            "leave both out and set opsd.tasks",
-        ),
-        (
-            agent != ("opsd_pair", None),
-            f"actor_rollout_ref.rollout.agent.default_agent_loop, agent_loop_manager_class = {agent}",
-            "an episode is a pair that opsd_pair runs, grades and stores",
-            "leave both out",
-        ),
-        (actor.strategy != "fsdp2", f"actor.strategy={actor.strategy}", "the engine runs under FSDP2 only", "set it to fsdp2"),
-        (model.lora.merge, "model.lora.merge=true", "a bf16 merge loses almost all of a small update", "set it to false"),
-        (
-            not _is_opsd_trainer(config.trainer.v1.trainer_mode),
-            f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode}",
-            "a recipe of this project runs OpsdTrainer, or a registered subclass of it",
-            "leave the key out, or name the module that registers the subclass in VERL_USE_EXTERNAL_MODULES",
-        ),
-        (
-            bool(config.distillation.enabled),
-            "distillation.enabled=true",
-            "verl's own distillation would run beside this one",
-            "leave it out",
-        ),
-        (
-            bool(actor.use_kl_loss or config.algorithm.use_kl_in_reward),
-            "use_kl_loss or use_kl_in_reward",
-            "the anchor is opsd.loss.anchor; verl's KL terms are not part of this loss and would be ignored",
-            "set opsd.loss.anchor",
-        ),
-        (rollout.n != 1 or rollout.val_kwargs.n != 1, "rollout.n != 1", "a row of data is one pair", "leave rollout.n at 1"),
-        (
-            actor.ulysses_sequence_parallel_size > 1 and model.override_config.get("attn_implementation") == "sdpa",
-            f"actor.ulysses_sequence_parallel_size={actor.ulysses_sequence_parallel_size} with sdpa",
-            "sequence parallelism with plain SDPA gives wrong probabilities in silence",
-            "set it to 1, or use flash_attention_2 or ulysses_sdpa",
-        ),
-        (opsd.mode == "offline" and not opsd.corpus, "no corpus", "offline training reads a stored corpus", "corpus=RUN_DIR"),
-        (opsd.mode != "offline" and bool(opsd.corpus), f"opsd.corpus={opsd.corpus}", "only offline reads it", "remove it"),
-        (
-            not 1 <= rollout.agent.num_workers <= c.concurrency,
-            f"rollout.agent.num_workers={rollout.agent.num_workers} with contract.concurrency={c.concurrency}",
-            "every worker runs at least one pair at a time, and all together no more than the contract says",
-            "set it between 1 and opsd.contract.concurrency",
-        ),
-        (
-            not isinstance(config.trainer.test_freq, int) or not isinstance(config.trainer.total_training_steps, int),
-            f"trainer.test_freq={config.trainer.test_freq}, total_training_steps={config.trainer.total_training_steps}",
-            "both are numbers of rounds",
-            "give numbers; test_freq=-1 never evaluates",
-        ),
-        (
-            config.data.train_batch_size < 1
-            or (isinstance(config.trainer.total_training_steps, int) and config.trainer.total_training_steps < 1),
-            f"data.train_batch_size={config.data.train_batch_size}, total_training_steps={config.trainer.total_training_steps}",
-            "a run has at least one round of at least one pair",
-            "give numbers above 0",
-        ),
-        (
-            actor.ppo_epochs != opsd.loss.epochs,
-            f"actor.ppo_epochs={actor.ppo_epochs}",
-            "epochs of this loss are opsd.loss.epochs",
-            "set opsd.loss.epochs",
-        ),
-        (
-            actor.ppo_mini_batch_size != config.data.train_batch_size,
-            f"actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}",
-            "optimizer steps count episodes: opsd.loss.episodes_per_update",
-            "set opsd.loss.episodes_per_update",
-        ),
-        (
-            bool(config.critic.enable or config.reward.reward_model.enable),
-            f"critic.enable={config.critic.enable}, reward.reward_model.enable={config.reward.reward_model.enable}",
-            "episodes are graded by their hidden tests, and this loss reads no value function",
-            "leave both out",
-        ),
-        (actor.entropy_coeff != 0, f"actor.entropy_coeff={actor.entropy_coeff}", "not a term of this loss", "leave it at 0"),
-    ]
-    for broken, what, rule, way_out in rules:
-        if broken:
-            raise OpsdError(what, rule, way_out)
-
-
-def _is_opsd_trainer(mode: str) -> bool:
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-
-    from verl_opsd.verl_adapter.trainer import OpsdTrainer
-
-    return issubclass(TRAINER_REGISTRY.get(mode, object), OpsdTrainer)
 
 
 def dataset_path(name: str) -> Path:
@@ -240,11 +127,6 @@ def freeze_contract(opsd: OpsdConfig, pairs: list[PairTask], model_path: str) ->
     )
 
 
-def data_file(run: RunDir, name: str) -> Path:
-    """verl's prompt file of a run: ``train`` or ``val``."""
-    return run.path / "data" / f"{name}.parquet"
-
-
 def write_data(run: RunDir, pairs: list[PairTask], name: str, batch: int = 1) -> None:
     """verl's prompt file: one row a pair, repeated until the rows are whole batches, since verl drops what is left over."""
     import pandas
@@ -266,6 +148,12 @@ def write_data(run: RunDir, pairs: list[PairTask], name: str, batch: int = 1) ->
     path = data_file(run, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     pandas.DataFrame(rows).to_parquet(path)
+
+
+def plain_config(config: DictConfig) -> dict[str, Any]:
+    """The composed configuration without Hydra's own section, references unresolved."""
+    plain: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"]), resolve=False)
+    return plain
 
 
 def meta(config: DictConfig, opsd: OpsdConfig, started: float) -> dict[str, Any]:
@@ -291,27 +179,45 @@ def meta(config: DictConfig, opsd: OpsdConfig, started: float) -> dict[str, Any]
         "student": str(OmegaConf.select(config, "actor_rollout_ref.model.path")),
         "temporary": {"run": os.environ["OPSD_TMP"], "ray": os.environ["OPSD_RAY_TMP"]},
         "opsd": dataclasses.asdict(opsd),
-        "config": OmegaConf.to_container(
-            OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"]), resolve=False
-        ),
+        "config": plain_config(config),
     }
 
 
-def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
-    """Checks everything and makes what the run needs. Nothing is started; the first rule that is broken raises."""
+def check_host(config: DictConfig) -> OpsdConfig:
+    """The checks that need no task and no model: keys, hardware, installation, sandbox. Writes nothing."""
+    from verl_opsd.cooperbench.harness import check_contract
     from verl_opsd.cooperbench.sandbox import require_sandbox
 
     opsd = parse(config)
-    print(f"verl-opsd: recipe={opsd.recipe} scale={opsd.scale} run directory {run.path}", flush=True)
     check_hardware(config, opsd)
     check_trl()
     check_rollout(config.actor_rollout_ref.rollout.name)
+    check_contract(opsd.contract)
+    check_with_verl(config)
     require_sandbox(opsd.sandbox.backend, allow_unsafe=opsd.sandbox.allow_unsafe)
+    return opsd
+
+
+def check_models(config: DictConfig, opsd: OpsdConfig) -> str:
+    """Makes the embedded student where it is missing; student, teacher, template and parser fit together.
+
+    Returns:
+        The student's path.
+    """
     model_path = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
     ensure_student(opsd, model_path)
     check_chat(opsd, model_path)
     check_teacher(opsd, model_path)
+    return model_path
+
+
+def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
+    """Checks everything and makes what the run needs. Nothing is started; the first rule that is broken raises."""
+    opsd = check_host(config)
+    print(f"verl-opsd: recipe={opsd.recipe} scale={opsd.scale} run directory {run.path}", flush=True)
+    model_path = check_models(config, opsd)
     train, evaluation = load_pairs(opsd)
+    check_rounds(config, len(train))
     contract = freeze_contract(opsd, train + evaluation, model_path)
     if opsd.mode == "offline":
         from verl_opsd.verl_adapter.corpus import check_corpus, corpus_pairs
@@ -321,7 +227,7 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     else:
         briefs = check_briefs(opsd, train, model_path)
     worth = None if opsd.brief.name == "none" else check_worth(opsd)  # the identity arm distils nothing
-    resume.check(run, contract)
+    resume.check(run, contract, plain_config(config))
     write_data(run, train, "train", batch=config.data.train_batch_size)
     write_data(run, evaluation, "val")
     write_json(run.path / "contract.json", contract.as_dict())
@@ -332,3 +238,37 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
         f"verl-opsd: contract {contract.hash[:12]}, {len(train)} training pairs, {len(evaluation)} evaluation pairs", flush=True
     )
     return opsd
+
+
+def check_multirun(config: DictConfig, config_name: str) -> int:
+    """Composes and checks every job of Hydra's basic sweeper before the first one starts; other sweepers choose their values later.
+
+    Returns:
+        Number of jobs that were checked.
+
+    Raises:
+        OpsdError: naming the job's own overrides.
+    """
+    import itertools
+
+    from hydra import compose
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    if not str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
+        return 0
+    given = [f"{k}={v}" for k, v in (config.hydra.sweeper.params or {}).items()] + list(config.hydra.overrides.task)
+    values: dict[str, list[str]] = {}
+    for o in OverridesParser.create().parse_overrides(given):
+        words = o.sweep_string_iterator() if o.is_discrete_sweep() else [o.get_value_element_as_str()]
+        values[o.get_key_element()] = [f"{o.get_key_element()}={word}" for word in words]
+    swept = [k for k, v in values.items() if len(v) > 1]
+    jobs = list(itertools.product(*values.values()))
+    for number, job in enumerate(jobs):
+        own = [w for w in job if w.split("=")[0] in swept]
+        try:
+            check_models(composed := compose(config_name, list(job), return_hydra_config=True), check_host(composed))
+        except OpsdError as error:
+            raise OpsdError(
+                f"job {number} of {len(jobs)} ({' '.join(own)}): {error.what}", error.rule, error.way_out
+            ) from error
+    return len(jobs)

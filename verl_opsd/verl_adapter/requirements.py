@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from verl_opsd.config import OpsdConfig
 from verl_opsd.errors import OpsdError
 from verl_opsd.paths import cache_dir
+from verl_opsd.verl_adapter.platform import accelerator_present
 from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
 
 
@@ -59,6 +60,12 @@ def check_hardware(config: DictConfig, opsd: OpsdConfig) -> None:
     import torch
 
     have = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not opsd.scale.startswith("gpu") and accelerator_present():
+        raise OpsdError(
+            f"scale={opsd.scale} on a host with an accelerator",
+            "this scale runs on the host processor, and verl takes the accelerator that it finds",
+            "leave scale out; for the small limits of this scale on an accelerator give contract=local and actor_rollout_ref.model.path",
+        )
     nodes = config.trainer.nnodes
     student, teacher = config.trainer.n_gpus_per_node, opsd.teacher.devices if opsd.teacher.kind == "device" else 0
     if student < 1:
@@ -122,10 +129,10 @@ def ensure_student(opsd: OpsdConfig, path: str) -> None:
 
 
 def check_model_path(path: str, where: str) -> None:
-    """A local path must be a model folder; a hub name (`org/name`) is left to Hugging Face.
+    """A local path must be a model folder; a hub name (`org/name`) must be one that Hugging Face's library finds.
 
     Raises:
-        OpsdError: the path looks local and holds no ``config.json``.
+        OpsdError: the path looks local and holds no ``config.json``, or the hub's cache and the hub itself give none.
     """
     local = path.startswith(("/", ".", "~")) or Path(path).exists() or path.count("/") != 1
     if local and not Path(path).expanduser().joinpath("config.json").is_file():
@@ -134,6 +141,17 @@ def check_model_path(path: str, where: str) -> None:
             "a model is a folder in Hugging Face layout or a hub name `org/name`",
             "correct the path",
         )
+    if not local:
+        from transformers import AutoConfig
+
+        try:
+            AutoConfig.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise OpsdError(
+                f"{where}={path} can't be read: {str(error).splitlines()[0]}",
+                "no such folder is here, so it is a hub name, and its configuration is read before anything starts",
+                "correct the name, make the hub reachable, or download the model and name its folder",
+            ) from error
 
 
 def check_teacher(opsd: OpsdConfig, student_path: str) -> None:

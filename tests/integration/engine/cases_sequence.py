@@ -11,7 +11,7 @@ from tiny import batch, eager, reference_model
 from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.policy import PpoClip
 from verl_opsd.distill.weights import Threshold
-from verl_opsd.verl_adapter import checks
+from verl_opsd.verl_adapter import checks, ulysses
 from verl_opsd.verl_adapter.engine import OpsdEngine
 from verl_opsd.verl_adapter.loss import OpsdLoss
 
@@ -34,6 +34,17 @@ def _step(engine: OpsdEngine, loss: OpsdLoss, rows: list[dict], **settings: obje
     got = one_step(engine, batch(rows, **settings), loss)
     got["divergence"] = got["divergence"][: len(got["divergence"]) // WORLD]
     return got
+
+
+def _check_of_blind_attention(engine: OpsdEngine) -> dict:
+    """The start-up check where attention sees the rank's own slice only, as plain SDPA does."""
+    sees_all = ulysses.get_ulysses_sequence_parallel_world_size
+    ulysses.get_ulysses_sequence_parallel_world_size = lambda: 1
+    try:
+        found = {c["name"]: c for c in checks.startup_checks(engine, ADAPTER)}["sequence_parallel"]
+    finally:
+        ulysses.get_ulysses_sequence_parallel_world_size = sees_all
+    return {"value": found["value"], "passed": found["passed"], "fatal": found["fatal"]}
 
 
 def case_sequence_parallel() -> dict:
@@ -60,6 +71,7 @@ def case_sequence_parallel() -> dict:
             checks.require(found)
             out["checks"] = {c["name"]: c["value"] for c in found}
     engine = build("untied", attention="ulysses_sdpa", ulysses_sequence_parallel_size=WORLD)
+    out["blind"] = _check_of_blind_attention(engine)
     for name, loss, rows in (("kept", KEPT, _rows()), ("reward", OpsdLoss(chunk=5, task_reward=PpoClip()), _rows(reward=True))):
         got = _step(engine, loss, rows)
         out[name] = {"loss": got["loss"], "norm": float(torch.stack([g.norm() for g in got["grads"].values()]).norm())}

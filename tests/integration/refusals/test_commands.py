@@ -51,6 +51,11 @@ def test_misspelt_key_through_the_real_command(train):
     assert done.returncode == 2 and "error: unknown key opsd.foo" in done.stderr and "way out:" in done.stderr
 
 
+def test_sweep_whose_second_value_is_bad_does_not_start_the_first(train):
+    done = train("-m", "+recipe=opd", "opsd.loss.anchor=0.0,-1.0")
+    assert done.returncode == 2 and "job 1 of 2 (opsd.loss.anchor=-1.0): opsd.loss anchor=-1.0" in done.stderr, done.stderr
+
+
 def test_unknown_recipe_lists_the_known_ones(train):
     done = train("+recipe=nope")
     assert "recipe/nope" in done.stderr and "opd_offline" in done.stderr

@@ -83,6 +83,26 @@ def test_misspelt_key_without_plus_is_refused_by_hydra(compose, override):
         (["critic.enable=true"], ["critic.enable=True"]),
         (["reward.reward_model.enable=true"], ["reward_model.enable=True"]),
         (["scale=gpu8"], ["scale=gpu8", "0 accelerators"]),
+        (["trainer.n_gpus_per_node=3"], ["3 ranks", "data.train_batch_size=2"]),
+        (["trainer.n_gpus_per_node=two"], ["trainer.n_gpus_per_node=two", "whole number"]),
+        (["data.train_batch_size=2.5"], ["data.train_batch_size=2.5", "whole number"]),
+        (["trainer.total_training_steps=0"], ["trainer.total_training_steps=0", "at least 1"]),
+        (["trainer.total_training_steps=20", "trainer.total_epochs=1"], ["trainer.total_epochs=1", "rounds"]),
+        (["trainer.test_freq=weekly"], ["trainer.test_freq=weekly"]),
+        (["opsd.contract.command_timeout_s=600"], ["command_timeout_s=600", "dead"]),
+        (["+actor_rollout_ref.rollout.engine_kwargs.opsd.thread=1"], ["engine_kwargs.opsd", "thread"]),
+        (["+actor_rollout_ref.rollout.engine_kwargs.opsd.threads=0"], ["engine_kwargs.opsd.threads=0"]),
+        (["+actor_rollout_ref.rollout.engine_kwargs.opsdd.threads=1"], ["engine_kwargs.{opsdd}", "opsd"]),
+        (["+actor_rollout_ref.rollout.engine_kwargs.opsd.script=/a.json"], ["script=/a.json", "opsd_scripted"]),
+        (["actor_rollout_ref.rollout.name=opsd_scripted"], ["script None", "JSON file"]),
+        (
+            ["actor_rollout_ref.rollout.name=opsd_scripted", "+actor_rollout_ref.rollout.engine_kwargs.opsd.script=/no/s.json"],
+            ["script '/no/s.json'"],
+        ),
+        (["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], ["parallel sizes (2, 1, 1)"]),
+        (["actor_rollout_ref.rollout.dtype=float8"], ["rollout.dtype=float8"]),
+        (["teacher=device", "opsd.teacher.path=models/nope"], ["opsd.teacher.path=models/nope", "hub name"]),
+        (["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null"], ["ppo_micro_batch_size"]),
     ],
 )
 def test_contradiction_is_refused(refused, overrides, words):
@@ -90,6 +110,30 @@ def test_contradiction_is_refused(refused, overrides, words):
         pytest.skip("this machine has accelerators")
     text = refused(*overrides)
     assert all(w in text for w in words), text
+
+
+@pytest.mark.parametrize(
+    ("override", "group"),
+    [("opsd.scale=gpu1", "scale="), ("opsd.recipe=mine", "+recipe="), ("opsd.mode=offline", "opd_offline")],
+)
+def test_label_that_no_group_set(compose, override, group):
+    """Alone such a key would call the run something that it is not."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+
+    from verl_opsd.errors import OpsdError
+    from verl_opsd.verl_adapter.launch import parse
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = hydra_compose("ppo_trainer", ["+recipe=opd", override], return_hydra_config=True)
+    with pytest.raises(OpsdError, match=override) as error:
+        parse(config)
+    assert group in error.value.way_out
+
+
+def test_accelerator_under_a_scale_of_the_host_processor(refused, monkeypatch):
+    monkeypatch.setattr("verl_opsd.verl_adapter.requirements.accelerator_present", lambda: True)
+    assert "scale=local on a host with an accelerator" in refused("scale=local")
 
 
 def _accelerators() -> int:
@@ -300,6 +344,23 @@ def test_resuming_under_another_contract(refused, compose, tmp_path):
         OpsdCallback().on_job_start(compose("+recipe=opd", "opsd.contract.step_limit=3"))
     assert stop.value.code == 2
     assert (run.path / "contract.json").read_bytes() == before and (run.path / "keep.json").is_file()
+
+
+def test_resuming_under_another_configuration(compose, tmp_path, capsys):
+    from verl_opsd.rundir import RunDir, write_json
+    from verl_opsd.verl_adapter.callback import OpsdCallback
+    from verl_opsd.verl_adapter.launch import plain_config, prepare_run
+
+    run = RunDir(tmp_path / "run")
+    first = compose("+recipe=opd")
+    prepare_run(first, run)
+    (run.episodes / "train-00001-00000-0").mkdir(parents=True)
+    write_json(run.path / "meta.json", {"config": plain_config(first)})
+    prepare_run(compose("+recipe=opd", "trainer.total_training_steps=5"), run)  # a longer run of the same
+    with pytest.raises(SystemExit) as stop:
+        OpsdCallback().on_job_start(compose("+recipe=opd", "actor_rollout_ref.actor.optim.lr=0.1"))
+    assert stop.value.code == 2 and "actor_rollout_ref.actor.optim.lr=0.001 and not 0.1" in capsys.readouterr().err
+    assert (run.episodes / "train-00001-00000-0").is_dir()
 
 
 def test_a_refused_run_leaves_the_users_files(compose, tmp_path):

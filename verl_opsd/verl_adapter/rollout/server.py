@@ -48,7 +48,7 @@ class EngineOptions:
 
     @classmethod
     def of(cls, config: RolloutConfig) -> EngineOptions:
-        """Reads the options; an unknown key is refused."""
+        """Reads the options; an unknown key or a value of another kind is refused."""
         given = config.engine_kwargs.get("opsd") or {}
         values = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else dict(given)
         unknown = sorted(set(values) - set(cls.__dataclass_fields__))  # type: ignore[arg-type]
@@ -58,7 +58,14 @@ class EngineOptions:
                 f"its keys are {sorted(cls.__dataclass_fields__)}",
                 "remove or rename them",
             )
-        return cls(**values)  # type: ignore[arg-type]
+        options = cls(**values)  # type: ignore[arg-type]
+        for name in ("kv_cache_bytes", "prefill_chunk", "threads"):
+            value = getattr(options, name)
+            if not (type(value) is int and value > 0) and (name, value) != ("threads", None):
+                raise OpsdError(
+                    f"rollout.engine_kwargs.opsd.{name}={value!r}", "it is a whole number above 0", "correct the value"
+                )
+        return options
 
 
 def check_rollout_config(config: RolloutConfig) -> None:

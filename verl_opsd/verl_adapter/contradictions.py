@@ -1,0 +1,247 @@
+"""Keys of verl that contradict this project's, each refused with the key to set instead."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_opsd.config import OpsdConfig
+from verl_opsd.errors import OpsdError
+from verl_opsd.rundir import RunDir
+from verl_opsd.verl_adapter.rollout import OWN_BACKENDS, SCRIPTED
+
+#: Keys that are counts, with the least value of each; -1 of a frequency means never.
+COUNTS = {
+    "data.train_batch_size": 1,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": None,  # what is left by a teacher's devices: see `check_hardware`
+    "trainer.total_training_steps": 1,
+    "trainer.total_epochs": 1,
+    "trainer.test_freq": -1,
+    "trainer.save_freq": -1,
+    "actor_rollout_ref.rollout.agent.num_workers": 1,
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 1,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+}
+#: What a group sets; given by itself it would be a label that nothing follows.
+LABELS = {
+    "opsd.scale": "scale=",
+    "opsd.recipe": "+recipe=",
+    "opsd.mode": "+recipe=opd or +recipe=opd_offline",
+    "opsd.student": "scale=",
+}
+
+
+def data_file(run: RunDir, name: str) -> Path:
+    """verl's prompt file of a run: ``train`` or ``val``."""
+    return run.path / "data" / f"{name}.parquet"
+
+
+def check_verl_keys(config: DictConfig, opsd: OpsdConfig) -> None:
+    """Refuses verl's keys that contradict ours.
+
+    Raises:
+        OpsdError: naming the key, the rule and the key to set instead.
+    """
+    _check_labels(config)
+    _check_counts(config, opsd)
+    _check_server(config.actor_rollout_ref.rollout)
+    rollout, actor, model = (config.actor_rollout_ref[k] for k in ("rollout", "actor", "model"))
+    c = opsd.contract
+    for where, node in (("rollout", rollout), ("rollout.val_kwargs", rollout.val_kwargs)):
+        got, want = (node.temperature, node.top_p, node.top_k), (c.temperature, c.top_p, c.top_k)
+        if got != want:
+            raise OpsdError(
+                f"actor_rollout_ref.{where} samples with temperature, top_p, top_k = {got}",
+                f"the contract says {want}; training and evaluation sample as the contract says",
+                "change opsd.contract instead",
+            )
+    files = (str(config.data.train_files), str(config.data.val_files))
+    own_files = tuple(str(data_file(RunDir.from_env(), name)) for name in ("train", "val"))
+    agent = (rollout.agent.default_agent_loop, OmegaConf.select(rollout, "agent.agent_loop_manager_class"))
+    rules = [
+        (
+            not config.trainer.use_v1,
+            "trainer.use_v1=false",
+            "verl's older trainer would run PPO and none of this",
+            "leave it out",
+        ),
+        (
+            files != own_files,
+            f"data.train_files, val_files = {files}",
+            "the pairs of opsd.tasks are what is run; files of another place would take their place in silence",
+            "leave both out and set opsd.tasks",
+        ),
+        (
+            agent != ("opsd_pair", None),
+            f"actor_rollout_ref.rollout.agent.default_agent_loop, agent_loop_manager_class = {agent}",
+            "an episode is a pair that opsd_pair runs, grades and stores",
+            "leave both out",
+        ),
+        (actor.strategy != "fsdp2", f"actor.strategy={actor.strategy}", "the engine runs under FSDP2 only", "set it to fsdp2"),
+        (model.lora.merge, "model.lora.merge=true", "a bf16 merge loses almost all of a small update", "set it to false"),
+        (
+            not _is_opsd_trainer(config.trainer.v1.trainer_mode),
+            f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode}",
+            "a recipe of this project runs OpsdTrainer, or a registered subclass of it",
+            "leave the key out, or name the module that registers the subclass in VERL_USE_EXTERNAL_MODULES",
+        ),
+        (
+            bool(config.distillation.enabled),
+            "distillation.enabled=true",
+            "verl's own distillation would run beside this one",
+            "leave it out",
+        ),
+        (
+            bool(actor.use_kl_loss or config.algorithm.use_kl_in_reward),
+            "use_kl_loss or use_kl_in_reward",
+            "the anchor is opsd.loss.anchor; verl's KL terms are not part of this loss and would be ignored",
+            "set opsd.loss.anchor",
+        ),
+        (rollout.n != 1 or rollout.val_kwargs.n != 1, "rollout.n != 1", "a row of data is one pair", "leave rollout.n at 1"),
+        (
+            actor.ulysses_sequence_parallel_size > 1 and model.override_config.get("attn_implementation") == "sdpa",
+            f"actor.ulysses_sequence_parallel_size={actor.ulysses_sequence_parallel_size} with sdpa",
+            "sequence parallelism with plain SDPA gives wrong probabilities in silence",
+            "set it to 1, or use flash_attention_2 or ulysses_sdpa",
+        ),
+        (opsd.mode == "offline" and not opsd.corpus, "no corpus", "offline training reads a stored corpus", "corpus=RUN_DIR"),
+        (opsd.mode != "offline" and bool(opsd.corpus), f"opsd.corpus={opsd.corpus}", "only offline reads it", "remove it"),
+        (
+            not 1 <= rollout.agent.num_workers <= c.concurrency,
+            f"rollout.agent.num_workers={rollout.agent.num_workers} with contract.concurrency={c.concurrency}",
+            "every worker runs at least one pair at a time, and all together no more than the contract says",
+            "set it between 1 and opsd.contract.concurrency",
+        ),
+        (
+            actor.ppo_epochs != opsd.loss.epochs,
+            f"actor.ppo_epochs={actor.ppo_epochs}",
+            "epochs of this loss are opsd.loss.epochs",
+            "set opsd.loss.epochs",
+        ),
+        (
+            actor.ppo_mini_batch_size != config.data.train_batch_size,
+            f"actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}",
+            "optimizer steps count episodes: opsd.loss.episodes_per_update",
+            "set opsd.loss.episodes_per_update",
+        ),
+        (
+            bool(config.critic.enable or config.reward.reward_model.enable),
+            f"critic.enable={config.critic.enable}, reward.reward_model.enable={config.reward.reward_model.enable}",
+            "episodes are graded by their hidden tests, and this loss reads no value function",
+            "leave both out",
+        ),
+        (actor.entropy_coeff != 0, f"actor.entropy_coeff={actor.entropy_coeff}", "not a term of this loss", "leave it at 0"),
+    ]
+    for broken, what, rule, way_out in rules:
+        if broken:
+            raise OpsdError(what, rule, way_out)
+
+
+def _is_opsd_trainer(mode: str) -> bool:
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    from verl_opsd.verl_adapter.trainer import OpsdTrainer
+
+    return issubclass(TRAINER_REGISTRY.get(mode, object), OpsdTrainer)
+
+
+def _check_labels(config: DictConfig) -> None:
+    given = {o.lstrip("+~").split("=")[0] for o in OmegaConf.select(config, "hydra.overrides.task") or ()}
+    for key in sorted(given & set(LABELS)):
+        raise OpsdError(
+            f"{key}={OmegaConf.select(config, key)} on the command line",
+            "it names the group that was composed; set alone it would call one thing another",
+            f"choose the group: {LABELS[key]}",
+        )
+
+
+def _check_counts(config: DictConfig, opsd: OpsdConfig) -> None:
+    for key, least in COUNTS.items():
+        value = OmegaConf.select(config, key)
+        if type(value) is not int or (least is not None and value < least):
+            raise OpsdError(
+                f"{key}={value}",
+                f"{key} is a whole number" + ("" if least is None else f", at least {least}"),
+                "correct the value" + ("; -1 means never" if least == -1 else ""),
+            )
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    batch, sequence = config.data.train_batch_size, config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    if ranks > 0 and (batch % ranks or ranks % sequence):
+        raise OpsdError(
+            f"{ranks} ranks of the student with data.train_batch_size={batch}, ulysses_sequence_parallel_size={sequence}",
+            "verl wants a batch that is a multiple of the ranks, and ranks that are a multiple of those of a sequence",
+            "change data.train_batch_size, trainer.n_gpus_per_node or actor.ulysses_sequence_parallel_size",
+        )
+
+
+def _check_server(rollout: DictConfig) -> None:
+    """Options of a rollout server: of ours all of them, of the others that they are not options of ours."""
+    from verl.utils.config import omega_conf_to_dataclass
+
+    filled = sorted(k for k, v in (rollout.engine_kwargs or {}).items() if v)
+    section = "opsd" if rollout.name in OWN_BACKENDS else rollout.name
+    if filled and filled != [section]:
+        raise OpsdError(
+            f"actor_rollout_ref.rollout.engine_kwargs.{{{', '.join(filled)}}} with rollout.name={rollout.name}",
+            f"this server reads engine_kwargs.{section} only",
+            f"name the section {section}, or remove it",
+        )
+    if rollout.name not in OWN_BACKENDS:
+        return
+    from verl_opsd.verl_adapter.rollout.scripted import Script
+    from verl_opsd.verl_adapter.rollout.server import EngineOptions, check_rollout_config
+
+    server = omega_conf_to_dataclass(rollout)
+    check_rollout_config(server)
+    options = EngineOptions.of(server)
+    if rollout.name == SCRIPTED:
+        Script.load(options.script)
+    elif options.script is not None:
+        raise OpsdError(
+            f"rollout.engine_kwargs.opsd.script={options.script} with rollout.name={rollout.name}",
+            "the embedded server generates; a script would be ignored",
+            f"set actor_rollout_ref.rollout.name={SCRIPTED}, or remove the script",
+        )
+
+
+def check_rounds(config: DictConfig, pairs: int) -> None:
+    """All rounds that were asked for fit into the epochs over the training pairs.
+
+    Args:
+        pairs: training pairs; verl's prompt file holds them a whole number of times.
+
+    Raises:
+        OpsdError: verl would end before ``total_training_steps``.
+    """
+    rounds, batch, epochs = config.trainer.total_training_steps, config.data.train_batch_size, config.trainer.total_epochs
+    possible = epochs * math.lcm(pairs, batch) // batch
+    if possible < rounds:
+        raise OpsdError(
+            f"trainer.total_epochs={epochs} with total_training_steps={rounds}",
+            f"{pairs} pairs in batches of {batch} end after {possible} rounds",
+            "leave trainer.total_epochs out, or lower trainer.total_training_steps",
+        )
+
+
+def check_with_verl(config: DictConfig) -> None:
+    """verl's own validation, which it runs after the run directory is made.
+
+    Raises:
+        OpsdError: with verl's message.
+    """
+    from hydra.errors import InstantiationException
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
+    plain = OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"])
+    OmegaConf.resolve(plain)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            validate_config(plain, use_reference_policy=need_reference_policy(plain), use_critic=need_critic(plain))
+    except (AssertionError, ValueError, TypeError, InstantiationException) as error:
+        raise OpsdError(str(error) or repr(error), "verl refuses this configuration", "correct the keys it names") from error
