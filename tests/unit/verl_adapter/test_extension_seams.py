@@ -27,7 +27,7 @@ SECTION = {
 def test_only_trainers_of_this_project_are_modes() -> None:
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-    from verl_opsd.verl_adapter.launch import _is_opsd_trainer
+    from verl_opsd.verl_adapter.contradictions import _is_opsd_trainer
     from verl_opsd.verl_adapter.trainer import OpsdTrainer
 
     class Own(OpsdTrainer):
