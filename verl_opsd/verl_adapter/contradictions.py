@@ -244,4 +244,6 @@ def check_with_verl(config: DictConfig) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             validate_config(plain, use_reference_policy=need_reference_policy(plain), use_critic=need_critic(plain))
     except (AssertionError, ValueError, TypeError, InstantiationException) as error:
-        raise OpsdError(" ".join(str(error).split()) or repr(error), "verl refuses this configuration", "correct the keys it names") from error
+        raise OpsdError(
+            " ".join(str(error).split()) or repr(error), "verl refuses this configuration", "correct the keys it names"
+        ) from error
