@@ -193,15 +193,12 @@ def _check_server(rollout: DictConfig) -> None:
         )
     if rollout.name not in OWN_BACKENDS:
         return
-    from verl_opsd.verl_adapter.rollout.scripted import Script
     from verl_opsd.verl_adapter.rollout.server import EngineOptions, check_rollout_config
 
     server = omega_conf_to_dataclass(rollout)
     check_rollout_config(server)
     options = EngineOptions.of(server)
-    if rollout.name == SCRIPTED:
-        Script.load(options.script)
-    elif options.script is not None:
+    if rollout.name != SCRIPTED and options.script is not None:
         raise OpsdError(
             f"rollout.engine_kwargs.opsd.script={options.script} with rollout.name={rollout.name}",
             "the embedded server generates; a script would be ignored",

