@@ -1,0 +1,162 @@
+"""One corrupted token, mask or hash is caught, by a gate with a name; whatever else the corruptor repairs after it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recorded import rendering
+
+from verl_opsd.corpus.card import composition
+from verl_opsd.corpus.gates import VERSIONS, check
+from verl_opsd.corpus.records import MANIFEST, CorpusRow, read_manifest, read_rows, write_rows
+from verl_opsd.rundir import file_hash, write_json
+from verl_opsd.tokens import EpisodeStore
+
+
+def failed(corpus: Path, run: Path, target, sources: bool = True) -> dict[str, str]:
+    stores = {"run": EpisodeStore(run / "episodes")} if sources else None
+    found = check(corpus, rendering(), target, stores)
+    assert [v.gate for v in found] == list(VERSIONS)
+    return {v.gate: v.detail for v in found if v.verdict == "fail"}
+
+
+def rewrite(corpus: Path, change: Callable[[CorpusRow], CorpusRow], *, row_hash: bool = True, files: bool = True) -> None:
+    """Changes the first row; a careful corruptor also repairs the row's hash, and the manifest's hash and counts."""
+    path = corpus / "train.parquet"
+    rows = read_rows(path)
+    rows[0] = change(rows[0])
+    rows[0] = rows[0].hashed() if row_hash else rows[0]
+    write_rows(path, rows)
+    if files:
+        manifest = read_manifest(corpus)
+        manifest["files"]["train"]["sha256"] = file_hash(path)
+        manifest["composition"] = composition(rows)
+        write_json(corpus / MANIFEST, manifest)
+
+
+def at(row: CorpusRow, name: str, where: int, value: int) -> CorpusRow:
+    values = getattr(row, name).copy()
+    values[where] = value
+    return dataclasses.replace(row, **{name: values})
+
+
+def reply(row: CorpusRow) -> int:
+    return int(np.flatnonzero(row.loss_mask)[3])
+
+
+def context(row: CorpusRow) -> int:
+    return int(np.flatnonzero(row.loss_mask == 0)[-5])
+
+
+def test_an_untouched_corpus_passes_every_gate(corpus, run, target):
+    assert failed(corpus, run, target) == {}
+    kinds = {v.gate: v.verdict for v in check(corpus, rendering(), target, None)}
+    assert [g for g, v in kinds.items() if v == "not run"] == ["recorded", "success", "observation", "rendered_again"]
+
+
+@pytest.mark.parametrize("where", [reply, context])
+@pytest.mark.parametrize("name", ["input_ids", "loss_mask", "turn_index", "token_class", "logprobs"])
+def test_a_changed_value_is_caught_at_every_depth_of_repair(name, where, corpus, run, target):
+    def change(row: CorpusRow) -> CorpusRow:
+        values = getattr(row, name)
+        i = where(row)
+        return at(row, name, i, 1 - values[i] if name == "loss_mask" else values[i] + 1)
+
+    rewrite(corpus, change, row_hash=False, files=False)
+    found = failed(corpus, run, target)
+    assert "file_hash" in found and "row_hash" in found
+    manifest = read_manifest(corpus)
+    manifest["files"]["train"]["sha256"] = file_hash(corpus / "train.parquet")
+    write_json(corpus / MANIFEST, manifest)
+    found = failed(corpus, run, target)
+    assert "file_hash" not in found and "row_hash" in found
+    rewrite(corpus, lambda row: row)
+    found = failed(corpus, run, target)
+    assert "row_hash" not in found and f"{name}[" in found["recorded"]
+    if name == "loss_mask":
+        assert "mask" in failed(corpus, run, target, sources=False)
+
+
+@pytest.mark.parametrize("where", [reply, context])
+def test_a_token_that_was_changed_in_the_episodes_too_is_not_rendered_again(where, corpus, run, target, tmp_path):
+    """The corruptor also rewrites the store; what the messages say stays."""
+    i = where(read_rows(corpus / "train.parquet")[0])
+    rewrite(corpus, lambda row: at(row, "input_ids", i, row.input_ids[i] + 1))
+    store = EpisodeStore(tmp_path / "episodes")
+    for e in EpisodeStore(run / "episodes").episodes():
+        turns = list(e.turns)
+        for k, t in enumerate(turns):
+            if e.episode_id == "a" and t.agent_id == "agent1" and t.start <= i < t.end:
+                whole = np.concatenate([t.new_ids, t.response_ids])
+                whole[i - t.start] += 1
+                turns[k] = dataclasses.replace(t, new_ids=whole[: len(t.new_ids)], response_ids=whole[len(t.new_ids) :])
+        store.write(dataclasses.replace(e, turns=tuple(turns)))
+    found = failed(corpus, tmp_path, target)
+    assert set(found) <= {"recorded", "rendered_again"} and "rendered_again" in found
+    part = "reply" if where is reply else "context"
+    assert f"{part}, token {i}:" in found["rendered_again"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "gate"),
+    [
+        (("files", "train", "sha256"), "file_hash"),
+        (("tokenizer",), "tokenizer"),
+        (("evaluation", "digest"), "contamination"),
+        (("contract", "step_limit"), "contract"),
+        (("composition", "loss_tokens"), "composition"),
+        (("files", "train", "rows"), "composition"),
+    ],
+)
+def test_a_changed_manifest_is_caught(entry, gate, corpus, run, target):
+    manifest = json.loads((corpus / MANIFEST).read_text())
+    node = manifest
+    for key in entry[:-1]:
+        node = node[key]
+    old = node[entry[-1]]
+    node[entry[-1]] = old + 1 if isinstance(old, int) else ("0" if old[0] != "0" else "1") + old[1:]
+    (corpus / MANIFEST).write_text(json.dumps(manifest))
+    assert set(failed(corpus, run, target)) == {gate}
+
+
+@pytest.mark.parametrize(
+    ("change", "gate"),
+    [
+        ({"contract_hash": "0" * 64}, "contract"),
+        ({"actor_brief_kind": "answer"}, "brief_kind"),
+        ({"repo": "pocket_inifile_task"}, "contamination"),
+        ({"episode_id": "gone"}, "recorded"),
+    ],
+)
+def test_a_row_that_says_something_else_is_caught(change, gate, corpus, run, target):
+    rewrite(corpus, lambda row: dataclasses.replace(row, **change))
+    assert gate in failed(corpus, run, target)
+
+
+def test_a_failed_run_and_a_copy_are_caught(corpus, run, target):
+    rows = read_rows(corpus / "train.parquet")
+    write_rows(corpus / "train.parquet", [*rows, rows[0]])
+    assert rows[0].name in failed(corpus, run, target)["near_duplicate"]
+    lost = dataclasses.replace(rows[0], episode_id="b").hashed()
+    write_rows(corpus / "train.parquet", [lost])
+    assert "run/b/agent1" in failed(corpus, run, target)["success"]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda r: dataclasses.replace(r, loss_mask=np.zeros_like(r.loss_mask)),
+        lambda r: dataclasses.replace(r, loss_mask=r.loss_mask * 2),
+        lambda r: dataclasses.replace(r, loss_mask=r.loss_mask[1:]),
+        lambda r: at(r, "loss_mask", 0, 1),
+        lambda r: at(at(r, "turn_index", 0, 0), "loss_mask", 0, 1),
+    ],
+)
+def test_masks_that_are_no_masks(broken, corpus, run, target):
+    rewrite(corpus, broken, files=False)
+    assert "mask" in failed(corpus, run, target, sources=False)

@@ -1,0 +1,233 @@
+"""Which trajectories of recorded episodes are taken: success gate, brief kinds, observation cap, rejection sampling with caps.
+
+Everything that is left out is left out for a named reason, and counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from verl_opsd.contract import EvalContract
+from verl_opsd.corpus.contamination import Evaluated, contamination_of_row
+from verl_opsd.corpus.duplicates import near_duplicates
+from verl_opsd.corpus.records import CorpusRow, row_of
+from verl_opsd.corpus.rerender import Rendering, rerender
+from verl_opsd.errors import OpsdError
+from verl_opsd.rundir import RunDir
+from verl_opsd.tokens.branches import build_trajectories
+from verl_opsd.tokens.classes import token_classes
+from verl_opsd.tokens.records import Episode, Ids, TurnKind
+from verl_opsd.tokens.store import EpisodeStore
+
+#: Kinds of turns that are trained on: replies that the harness took. Summaries and refused replies are context.
+LOSS_KINDS: tuple[TurnKind, ...] = ("policy",)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a corpus takes.
+
+    Attributes:
+        level: ``feature``: an agent's trajectories where its own feature passed on the merged tree; ``pair``: where both did.
+        max_per_task: agents' runs that are taken of one task, at most; null takes all.
+        near_duplicate: similarity from which on a row is dropped (``duplicates``); null keeps all.
+        max_observation: characters of one tool result. The harness shows 10,000 at most, and JSON's escapes add to them.
+        allow_answer: take trajectories whose actor had an answer in its own prompt.
+        validation: share of the episodes that is held out as validation.
+        seed: of the draws: which runs a cap keeps, which episodes are held out, which rows a person judges.
+    """
+
+    level: Literal["feature", "pair"] = "feature"
+    max_per_task: int | None = None
+    near_duplicate: float | None = 0.9
+    max_observation: int = 24_000
+    allow_answer: bool = False
+    validation: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        cap, near = self.max_per_task, self.near_duplicate
+        if (cap is not None and cap < 1) or (near is not None and not 0 < near <= 1):
+            raise OpsdError(
+                f"max_per_task={cap} near_duplicate={near}",
+                "a cap is at least 1 run, a similarity is in (0, 1]",
+                "correct the value, or leave it out",
+            )
+        if self.max_observation < 1 or not 0 <= self.validation < 1:
+            raise OpsdError(
+                f"max_observation={self.max_observation} validation={self.validation}",
+                "an observation has at least 1 character, and a share is in [0, 1)",
+                "correct the value",
+            )
+
+
+@dataclass(frozen=True)
+class Source:
+    """One run whose episodes are read."""
+
+    name: str
+    store: EpisodeStore
+    contract: EvalContract
+    path: str
+
+
+@dataclass
+class Selection:
+    """Rows that are taken, and why others are not.
+
+    Attributes:
+        excluded: reason -> what was left out, each with its detail.
+        attempts, successes: task -> agents' runs that were scored, and those that passed the success gate.
+    """
+
+    rows: list[CorpusRow] = field(default_factory=list)
+    excluded: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    attempts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    successes: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+
+def open_sources(runs: Sequence[Path]) -> list[Source]:
+    """The runs' stores; all of one contract, but for the hash of the tasks that each run touched.
+
+    Raises:
+        OpsdError: a directory that is no run, runs of two contracts, or two of one name.
+    """
+    import dataclasses
+
+    sources: list[Source] = []
+    for path in runs:
+        run = RunDir(path)
+        if not (path / "contract.json").is_file() or not run.episodes.is_dir():
+            raise OpsdError(f"{path}", "a source is a run directory with contract.json and episodes/", "name such a directory")
+        contract = run.contract()
+        if sources:
+            first = dataclasses.replace(sources[0].contract, dataset_hash="")
+            first.require_same(dataclasses.replace(contract, dataset_hash=""), f"run {path}")
+        name = path.resolve().name
+        if name in {s.name for s in sources}:
+            raise OpsdError(f"two sources named {name}", "rows are told apart by their source's name", "rename a directory")
+        sources.append(Source(name, EpisodeStore(run.episodes), contract, str(path.resolve())))
+    return sources
+
+
+def rows_of_episode(
+    source: str, episode: Episode, agent_id: str, decode: Callable[[list[int]], str]
+) -> tuple[list[CorpusRow], int]:
+    """Rows of one agent's branches that carry loss, and the number of branches that carry none."""
+
+    def classify(ids: Ids) -> Any:
+        return token_classes(ids.tolist(), decode)
+
+    turns = [t for t in episode.turns if t.agent_id == agent_id]
+    branches = build_trajectories(turns, loss_kinds=LOSS_KINDS, classify=classify)
+    rows = [row_of(source, episode, b) for b in branches if b.loss_mask.any()]
+    return rows, len(branches) - len(rows)
+
+
+def passes(episode: Episode, agent_id: str, level: Literal["feature", "pair"]) -> bool:
+    """The success gate, on the merged tree."""
+    assert episode.grade is not None
+    passed = {f.feature_id: f.passed for f in episode.grade.features}
+    feature = next(a.feature_id for a in episode.agents if a.agent_id == agent_id)
+    return all(passed.values()) if level == "pair" else passed[feature]
+
+
+def longest_observation(messages: Iterable[dict[str, Any]]) -> int:
+    """Characters of the longest tool result."""
+    return max((len(m.get("content") or "") for m in messages if m.get("role") == "tool"), default=0)
+
+
+def draw(seed: int, *names: object) -> str:
+    """A fixed random key of a name, for draws that don't depend on the order of reading."""
+    return hashlib.sha256(repr((seed, *names)).encode()).hexdigest()
+
+
+def select(sources: Sequence[Source], spec: Spec, rendering: Rendering, target: Evaluated) -> Selection:
+    """Takes trajectories out of the sources' training episodes."""
+    out = Selection()
+    runs: list[list[CorpusRow]] = []
+    for source in sources:
+        for episode in source.store.episodes():
+            where = f"{source.name}/{episode.episode_id}"
+            if episode.split != "train":
+                out.excluded["not_train"].append(where)
+            elif not episode.scored:
+                out.excluded["infrastructure_fault"].append(f"{where}: {episode.outcome}")
+            elif episode.actor_brief_kind == "answer" and not spec.allow_answer:
+                out.excluded["answer_in_prompt"].append(where)
+            else:
+                for agent in episode.agents:
+                    if rows := _of_agent(source, episode, agent.agent_id, spec, rendering, out):
+                        runs.append(rows)
+    runs = _clean(runs, rendering, target, out)
+    if spec.near_duplicate is not None:
+        runs = _distinct(runs, spec.near_duplicate, out)
+    out.rows = [row for run in _capped(runs, spec, out) for row in run]
+    return out
+
+
+def _of_agent(
+    source: Source, episode: Episode, agent_id: str, spec: Spec, rendering: Rendering, out: Selection
+) -> list[CorpusRow]:
+    where, task = f"{source.name}/{episode.episode_id}/{agent_id}", f"{episode.repo}/task{episode.task_id}"
+    out.attempts[task] += 1
+    if not passes(episode, agent_id, spec.level):
+        out.excluded["not_passed"].append(where)
+        return []
+    out.successes[task] += 1
+    messages = episode.messages.get(agent_id, [])
+    longest = longest_observation(messages)
+    if longest > spec.max_observation:
+        out.excluded["observation_too_long"].append(f"{where}: {longest} characters")
+        return []
+    rows, without = rows_of_episode(source.name, episode, agent_id, rendering.decode)
+    if without:
+        out.excluded["branch_without_loss"].append(f"{where}: {without}")
+    found = rerender([t for t in episode.turns if t.agent_id == agent_id], messages, rendering)
+    kept = []
+    for row in rows:
+        turns = {int(t) for t in row.turn_index[row.loss_mask == 1]}
+        wrong = [found[t] for t in sorted(turns) if found[t] is not None]
+        if wrong:
+            out.excluded["not_rendered_again"].append(f"{row.name}: {wrong[0]}")
+        else:
+            kept.append(row)
+    return kept
+
+
+def _clean(runs: list[list[CorpusRow]], rendering: Rendering, target: Evaluated, out: Selection) -> list[list[CorpusRow]]:
+    kept = []
+    for run in runs:
+        reasons = [(row, contamination_of_row(row, rendering.decode(row.input_ids.tolist()), target)) for row in run]
+        out.excluded["contaminated"] += [f"{row.name}: {why}" for row, why in reasons if why]
+        kept.append([row for row, why in reasons if not why])
+    return [run for run in kept if run]
+
+
+def _distinct(runs: list[list[CorpusRow]], above: float, out: Selection) -> list[list[CorpusRow]]:
+    rows = [row for run in runs for row in run]
+    found = near_duplicates(rows, above)
+    dropped = {rows[i].name: f"{rows[i].name}: {share:.0%} of {rows[j].name}" for i, (j, share) in found.items()}
+    out.excluded["near_duplicate"] += list(dropped.values())
+    kept = [[row for row in run if row.name not in dropped] for run in runs]
+    return [run for run in kept if run]
+
+
+def _capped(runs: list[list[CorpusRow]], spec: Spec, out: Selection) -> list[list[CorpusRow]]:
+    """At most ``max_per_task`` runs of each task, drawn by the seed; the order stays."""
+    if spec.max_per_task is None:
+        return runs
+    by_task: defaultdict[str, list[int]] = defaultdict(list)
+    for i, run in enumerate(runs):
+        by_task[run[0].task].append(i)
+    kept: set[int] = set()
+    for members in by_task.values():
+        drawn = sorted(members, key=lambda i: draw(spec.seed, "cap", runs[i][0].name))
+        kept.update(drawn[: spec.max_per_task])
+        out.excluded["over_the_cap"] += [runs[i][0].name for i in sorted(drawn[spec.max_per_task :])]
+    return [run for i, run in enumerate(runs) if i in kept]

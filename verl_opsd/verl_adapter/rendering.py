@@ -1,0 +1,52 @@
+"""How a model's conversations are rendered: verl's builder, the chat template and the tokenizer, for the gates of a corpus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_opsd.corpus.rerender import Rendering, tokenizer_hash
+from verl_opsd.errors import OpsdError
+from verl_opsd.tokens.gateway import Tools
+
+_ASKED = [{"role": "user", "content": "x"}]
+
+
+def rendering_of(model: str, tools: Tools) -> Rendering:
+    """The rendering of a model folder or hub name.
+
+    Raises:
+        OpsdError: its chat template is not append-only.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    from verl_opsd.verl_adapter.chat import VerlTokenBuilder
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return make_rendering(tokenizer, VerlTokenBuilder(tokenizer, AutoConfig.from_pretrained(model).model_type), tools)
+
+
+def make_rendering(tokenizer: Any, builder: Any, tools: Tools) -> Rendering:
+    """The same from parts; see :func:`rendering_of`."""
+    asked = tokenizer.apply_chat_template(_ASKED, tokenize=False, add_generation_prompt=True)
+
+    def reply(message: dict[str, Any]) -> str:
+        whole = tokenizer.apply_chat_template([*_ASKED, message], tokenize=False)
+        if not whole.startswith(asked):
+            raise OpsdError(
+                f"an assistant message that is rendered as {whole!r} after the prompt {asked!r}",
+                "a reply follows its prompt",
+                "use an append-only chat template (verl_opsd/models/chatml.jinja)",
+            )
+        return str(whole[len(asked) :].removesuffix("\n"))
+
+    return Rendering(builder, reply, tokenizer.decode, tools, tokenizer.eos_token, tokenizer_hash(tokenizer))
+
+
+def harness_tools() -> Tools:
+    """The tools that the harness offers in every policy call."""
+    from verl_opsd.cooperbench.identity import load_harness
+
+    load_harness()
+    from cooperbench.agents.mini_swe_agent_v2.models.utils.actions_toolcall import BASH_TOOL
+
+    return [BASH_TOOL]
