@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
-from scipy.stats import binomtest
 
 from verl_opsd.config import LossConfig, OpsdConfig
 from verl_opsd.distill.telemetry import DEPTHS, TURN_POSITIONS, TURNS, Ledger, Telemetry, bucket, parts
 from verl_opsd.errors import OpsdError
+from verl_opsd.evaluation.statistics import wilson
 from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.tokens.branches import build_trajectories, statistics
 from verl_opsd.tokens.records import TOKEN_CLASSES, Episode
@@ -29,10 +29,8 @@ from verl_opsd.tokens.store import EpisodeStore
 
 def rate(passed: int, total: int) -> dict[str, Any]:
     """A count with its 95% Wilson interval; no interval without a denominator."""
-    if total == 0:
-        return {"passed": 0, "total": 0, "rate": None, "ci95": None}
-    interval = binomtest(passed, total).proportion_ci(0.95, method="wilson")
-    return {"passed": passed, "total": total, "rate": passed / total, "ci95": [interval.low, interval.high]}
+    ends = wilson(passed, total)
+    return {"passed": passed, "total": total, "rate": passed / total if total else None, "ci95": list(ends) if ends else None}
 
 
 def standings(episodes: Iterable[Episode]) -> dict[str, Any]:
