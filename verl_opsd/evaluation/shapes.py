@@ -17,6 +17,10 @@ WORK = ("one_did_both", "handoff", "split", "partial", "none", "ungraded")
 #: What became of a feature; exclusive, the first that holds in this order.
 CAUSES = ("passed", "merge_conflict", "submitted_nothing", "near_miss", "wrong_code")
 
+#: A share's way from the base, seen from the teacher: ``overshot`` went in its direction and past it, ``still`` moved by at most half
+#: a percentage point.
+DRIFTS = ("toward", "overshot", "away", "still")
+
 Verdict = Literal["better", "worse", "not shown", "inside the floor", "cannot be shown with this design"]
 
 
@@ -195,7 +199,7 @@ class BehaviourMetric:
         reference: value of the seeds' corpus column; None where it has none.
         values: model -> value, in the table's order of models.
         constant: all of two or more models have the same value: the row tells nothing apart.
-        overshoot: models that moved from the base in the teacher's direction and past it; filled where both are named.
+        drift: model -> how it moved from the base, where base and teacher are named (:data:`DRIFTS`).
     """
 
     key: str
@@ -206,7 +210,7 @@ class BehaviourMetric:
     reference: float | None
     values: dict[str, BehaviourValue]
     constant: bool
-    overshoot: tuple[str, ...] = ()
+    drift: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -231,8 +235,8 @@ class BehaviourTable:
         pairs: model -> scored pairs. void: model -> episodes left out for an infrastructure fault.
         metrics: rows, in order of group.
         strata: message-volume strata; model ``all`` pools them.
-        distance: model -> mean over the reference column's metrics of |value - reference| / max(reference, 1/100),
-            capped at 1 a metric; None where a metric has no value.
+        distance: model -> mean over the reference column's metrics of |ln((value + 0.01) / (reference + 0.01))|: 0 on the reference,
+            0.69 a factor of two away; None where a metric has no value.
     """
 
     version: str
