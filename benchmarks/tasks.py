@@ -46,7 +46,7 @@ def features(datasets: list[Path]) -> str:
 def pocket_pairs() -> str:
     """One row a pocket pair: its split, and whether git merges its gold patches."""
     lines = ["| split | pair | gold patches |", "|---|---|---|"]
-    for split in ("train", "eval"):
+    for split in ("train", "eval", "test"):
         for pair in load_subset(f"pocket_{split}", split=split):
             merge = gold_merge(pair, load_prepared(cache_dir(), pair.repo, pair.task_id))
             word = "conflict" if merge == "conflicts" else "merge clean"

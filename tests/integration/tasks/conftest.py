@@ -49,7 +49,7 @@ def qualified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 @pytest.fixture(scope="session")
 def pairs() -> dict[str, PairTask]:
     """All pocket pairs by ``library/A+B``."""
-    every = load_subset("pocket_train") + load_subset("pocket_eval", split="evaluation")
+    every = [pair for split in ("train", "eval", "test") for pair in load_subset(f"pocket_{split}", split=split)]
     return {f"{_library(p.repo)}/{p.features[0]}+{p.features[1]}": p for p in every}
 
 

@@ -25,11 +25,14 @@ GOLD_TESTS = {
     "textkit": {1: 7 + 10, 2: 7 + 3, 3: 7 + 8},
     "ledger": {1: 4 + 4, 2: 4 + 4, 3: 4 + 4, 4: 4 + 3},
     "inifile": {1: 6 + 7, 2: 6 + 4, 3: 6 + 5},
+    "routes": {1: 9 + 8, 2: 9 + 7, 3: 9 + 4, 4: 9 + 4},
+    "spans": {1: 8 + 5, 2: 8 + 5, 3: 8 + 5, 4: 8 + 11},
 }
 MERGES = {
     **dict.fromkeys(("textkit/1+2", "textkit/2+3", "ledger/1+2", "ledger/1+3", "ledger/2+4"), "clean"),
-    **dict.fromkeys(("inifile/1+2", "inifile/2+3"), "clean"),
-    **dict.fromkeys(("textkit/1+3", "ledger/3+4", "inifile/1+3"), "conflicts"),
+    **dict.fromkeys(("inifile/1+2", "inifile/2+3", "routes/1+3", "routes/2+4", "routes/3+4"), "clean"),
+    **dict.fromkeys(("spans/1+3", "spans/2+4", "spans/3+4"), "clean"),
+    **dict.fromkeys(("textkit/1+3", "ledger/3+4", "inifile/1+3", "routes/1+2", "spans/1+2"), "conflicts"),
 }
 
 

@@ -36,7 +36,7 @@ def row(output: str, *start: str) -> list[str]:
 def test_list_prepare_qualify(tmp_path: Path) -> None:
     one = ("--repo", "pocket_textkit_task", "--task", "0", "--cache-dir", str(tmp_path))
     code, text = opsd("list", "--cache-dir", str(tmp_path))
-    assert code == 0 and "subsets: pocket_eval, pocket_train" in text
+    assert code == 0 and "subsets: pocket_eval, pocket_test, pocket_train" in text
     assert row(text, "pocket_textkit_task/task0")[1:4] == ["1 2 3", "no", "not measured"]
     with pytest.raises(OpsdError, match="not prepared"):
         opsd("qualify", *one)

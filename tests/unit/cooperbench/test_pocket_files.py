@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 
 from verl_opsd.cooperbench.dataset import POCKET_DIR, Task, assert_disjoint, discover, load_subset
@@ -11,10 +13,11 @@ TASKS = discover(POCKET_DIR)
 
 
 def test_there_are_enough_pairs_over_enough_repositories() -> None:
-    train, evaluation = load_subset("pocket_train"), load_subset("pocket_eval", split="evaluation")
-    assert len(train) >= 5 and len(evaluation) >= 3
-    assert {p.repo for p in train + evaluation} == {t.repo for t in TASKS} and len(TASKS) >= 3
-    assert_disjoint(train, evaluation, level="repo")
+    splits = [load_subset(f"pocket_{split}", split=split) for split in ("train", "eval", "test")]
+    assert [len(pairs) >= least for pairs, least in zip(splits, (9, 3, 3), strict=True)] == [True] * 3
+    assert {p.repo for pairs in splits for p in pairs} == {t.repo for t in TASKS} and len(TASKS) >= 5
+    for one, other in combinations(splits, 2):
+        assert_disjoint(one, other, level="repo")
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda t: t.repo)

@@ -196,7 +196,7 @@ def test_wrong_task_is_the_peer_spec_of_another_repository():
     from verl_opsd.cooperbench.dataset import POCKET_DIR, load_subset
     from verl_opsd.cooperbench.pair_briefs import briefs_of
 
-    pairs = load_subset("pocket_train", POCKET_DIR) + load_subset("pocket_eval", POCKET_DIR)
+    pairs = [pair for split in ("train", "eval", "test") for pair in load_subset(f"pocket_{split}", POCKET_DIR)]
     texts = {p.feature_text(f).strip(): p.repo for p in pairs for f in p.features}
     for pair in pairs:
         for agent, brief in briefs_of(pair, "wrong_task").items():
