@@ -10,7 +10,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from verl_opsd.contract import SCHEMA, EvalContract
+from verl_opsd.contract import FOUND, SCHEMA, EvalContract
 from verl_opsd.errors import OpsdError
 
 if TYPE_CHECKING:
@@ -225,7 +225,6 @@ class SandboxConfig:
 
     backend: Literal["bubblewrap", "process"] = "bubblewrap"
     allow_unsafe: bool = False
-    grade_timeout_s: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -233,6 +232,7 @@ class OpsdConfig:
     """The whole section.
 
     Attributes:
+        varies: the one field of the contract in which a corpus, or the jobs of a sweep, may differ; null: none.
         threads: threads of each worker process on the host processor; null: Ray's default, one, or OMP_NUM_THREADS.
     """
 
@@ -249,6 +249,7 @@ class OpsdConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     student: Literal["", "tiny", "smollm"] = ""
     corpus: str | None = None
+    varies: str | None = None
     threads: int | None = None
 
     @classmethod
@@ -380,12 +381,8 @@ def _contradictions(c: OpsdConfig) -> None:
         value = operator.attrgetter(name)(c)
         if value is not None and value < least:
             refuse(f"opsd.{name}={value}", f"{name} is at least {least}, or null", "correct the value")
-    if min(dataclasses.astuple(c.gates)) < 0 or c.sandbox.grade_timeout_s <= 0:
-        refuse(
-            f"opsd.gates {c.gates}, opsd.sandbox.grade_timeout_s={c.sandbox.grade_timeout_s}",
-            "thresholds are not negative and a time limit is above 0",
-            "correct the value",
-        )
+    if min(dataclasses.astuple(c.gates)) < 0:
+        refuse(f"opsd.gates {c.gates}", "thresholds are not negative", "correct the value")
     for name in ("turn_half_life", "prefix_half_life"):
         value = getattr(c.loss, name)
         if value is not None and not value > 0:
@@ -425,12 +422,20 @@ def _contradictions(c: OpsdConfig) -> None:
     weights = dataclasses.astuple(c.loss.class_weights)
     if min(weights) < 0 or max(weights) == 0:
         refuse(f"opsd.loss.class_weights={c.loss.class_weights}", "weights >= 0, one of them above 0", "correct them")
-    found = (c.contract.harness, c.contract.templates_hash, c.contract.dataset_hash)
-    if c.contract.grader != "merged-tree" or any(found) or c.contract.schema != SCHEMA:
+    found = {name: getattr(c.contract, name) for name in FOUND if getattr(c.contract, name)}
+    fixed = {"grader": "merged-tree", "reasoning_parser": "think_tags", "cost_limit": 0.0, "schema": SCHEMA}
+    other = {name: getattr(c.contract, name) for name, value in fixed.items() if getattr(c.contract, name) != value}
+    if found or other:
         refuse(
-            f"opsd.contract.grader={c.contract.grader} schema={c.contract.schema} found fields {found}",
-            f"grader is merged-tree, schema {SCHEMA}; harness, templates_hash and dataset_hash are found out at the start",
+            "".join(f"opsd.contract.{k}={v} " for k, v in {**other, **found}.items()).rstrip(),
+            f"{', '.join(f'{k} is {v}' for k, v in fixed.items())}; {', '.join(FOUND)} are found out at the start",
             "leave these fields out",
+        )
+    if c.varies is not None and (c.varies not in c.contract.as_dict() or c.varies == "schema"):
+        refuse(
+            f"opsd.varies={c.varies}",
+            f"a comparison varies one field of the contract: {', '.join(c.contract.as_dict())}",
+            "name one of them, or leave it out",
         )
     if c.contract.thinking == "strip":
         refuse(

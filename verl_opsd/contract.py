@@ -1,7 +1,7 @@
 """The evaluation contract: everything that decides a score, frozen and hashed.
 
-Collection, training and evaluation run under one contract. Its hash is stamped on every turn and episode, and artefacts of
-different contracts are never mixed.
+Collection, training, evaluation and resumption run under one contract. Its hash is stamped on every turn, episode and report,
+and artefacts of different contracts are never mixed; a comparison may declare the one field that it varies.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl_opsd.errors import OpsdError
 
-SCHEMA = 1
+SCHEMA = 2
+
+#: Fields that no configuration sets: they are found out when a run starts.
+FOUND = ("harness", "templates_hash", "tokenizer_hash", "dataset_hash", "subset_hash", "serving", "sandbox_traits")
 
 
 @dataclass(frozen=True)
@@ -25,24 +29,33 @@ class EvalContract:
         step_limit: model calls an agent may make, >= 1 (0, "unlimited" in the harness, is refused).
         command_timeout_s: seconds one shell command may run before its process tree is killed.
         wall_limit_s: seconds one agent may take in all.
+        cost_limit: dollars one agent may spend on model calls; 0 is none, which is what a model that is served here costs.
         max_tokens: new tokens a model call may produce.
         context_length: tokens of prompt plus reply that a call may hold.
         temperature, top_p, top_k: sampling; ``top_k=-1`` means no limit.
         compaction: whether the harness summarises a long history; ``compaction_trigger`` is in prompt tokens.
-        thinking: whether reasoning of earlier turns stays in the prompt (``keep``, append-only) or is stripped.
+        thinking: whether reasoning of earlier turns stays in the prompt (``keep``, append-only) or is taken out once a user
+            message follows it (``strip``).
         tool_parser: name of the parser that turns reply tokens into tool calls.
+        reasoning_parser: how reasoning is told from the rest of a reply: ``think_tags``.
         concurrency: pairs that run at once.
         messaging, git: whether agents can message each other and share a git remote.
         sandbox: backend that runs the agents' commands.
         grader: policy that turns patches into a grade.
+        grade_timeout_s: seconds one run of hidden tests may take.
         harness: name, version and tree hash of the harness that runs.
-        templates_hash: SHA-256 of the prompt templates and of the chat template.
+        templates_hash: SHA-256 of the harness' prompt templates.
+        tokenizer_hash: SHA-256 of the tokenizer's entries, special tokens and chat template.
         dataset_hash: SHA-256 of the task files that the run may touch.
+        subset_hash: SHA-256 of the pairs that the run may touch, each with its split.
+        serving: rollout engine, its version, its layout and the device it runs on.
+        sandbox_traits: how the backend treats background processes, network and environment, and its resource limits.
     """
 
     step_limit: int = 200
     command_timeout_s: float = 300.0
     wall_limit_s: float = 3600.0
+    cost_limit: float = 0.0
     max_tokens: int = 4096
     context_length: int = 65536
     temperature: float = 1.0
@@ -52,14 +65,20 @@ class EvalContract:
     compaction_trigger: int = 28000
     thinking: Literal["keep", "strip"] = "keep"
     tool_parser: str = "hermes"
+    reasoning_parser: str = "think_tags"
     concurrency: int = 4
     messaging: bool = True
     git: bool = True
     sandbox: str = "bubblewrap"
     grader: str = "merged-tree"
+    grade_timeout_s: float = 300.0
     harness: str = ""
     templates_hash: str = ""
+    tokenizer_hash: str = ""
     dataset_hash: str = ""
+    subset_hash: str = ""
+    serving: str = ""
+    sandbox_traits: str = ""
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -71,6 +90,7 @@ class EvalContract:
             "context_length",
             "compaction_trigger",
             "concurrency",
+            "grade_timeout_s",
         )
         for name in positive:
             if not getattr(self, name) > 0:
@@ -85,6 +105,8 @@ class EvalContract:
                 "a reply must fit into the context together with its prompt",
                 "lower contract.max_tokens or raise contract.context_length",
             )
+        if self.cost_limit < 0:
+            raise OpsdError(f"contract.cost_limit={self.cost_limit}", "dollars are not negative", "leave it at 0: no limit")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or (self.top_k != -1 and self.top_k < 1):
             raise OpsdError(
                 f"contract sampling temperature={self.temperature} top_p={self.top_p} top_k={self.top_k}",
@@ -103,16 +125,18 @@ class EvalContract:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EvalContract:
-        """Builds a contract; an unknown or missing schema or field is refused.
+        """Builds a contract that was stored whole; a default never stands in for a field that was not recorded.
 
         Raises:
-            OpsdError: a key is not a field of this version of the contract.
+            OpsdError: a key is not a field of this version of the contract, or a field is missing.
         """
         known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
+        unknown, missing = sorted(set(values) - known), sorted(known - set(values))
+        if unknown or missing:
             raise OpsdError(
-                f"contract fields {unknown}", f"the contract's fields are {sorted(known)}", "remove or rename the fields"
+                f"a contract of schema {values.get('schema')} with unknown fields {unknown}, without {missing}",
+                f"a contract of schema {SCHEMA} has the fields {sorted(known)}",
+                "read it with the version that wrote it, or collect again",
             )
         return cls(**values)
 
@@ -121,17 +145,30 @@ class EvalContract:
         mine, theirs = self.as_dict(), other.as_dict()
         return {k: (mine[k], theirs[k]) for k in mine if mine[k] != theirs[k]}
 
-    def require_same(self, other: EvalContract, what: str) -> None:
+    def require_same(self, other: EvalContract, what: str, varies: str | None = None, without: Sequence[str] = ()) -> None:
         """Refuses to mix artefacts of two contracts, showing the difference field by field.
 
+        Args:
+            what: names the artefact of ``other``.
+            varies: the one field in which the two are declared to differ.
+            without: fields that say nothing about this artefact.
+
         Raises:
-            OpsdError: any field differs.
+            OpsdError: any other field differs, or ``varies`` is no field of the contract.
         """
-        different = self.diff(other)
+        if varies is not None and varies not in self.as_dict():
+            raise OpsdError(
+                f"a comparison that varies {varies!r}",
+                f"it varies one field of the contract: {', '.join(self.as_dict())}",
+                "name one of them",
+            )
+        different = {k: v for k, v in self.diff(other).items() if k != varies and k not in without}
         if different:
             lines = "; ".join(f"{k}: {a!r} != {b!r}" for k, (a, b) in different.items())
+            declared = "" if varies is None else f" (only {varies} was declared to vary)"
             raise OpsdError(
                 f"{what} was made under another contract ({lines})",
-                "collection, training and evaluation share one contract",
-                "collect again under this contract, or run with the contract of the artefact",
+                f"collection, training and evaluation share one contract{declared}",
+                "make it again under this contract, run with the contract of the artefact, or declare the one field that a "
+                "comparison varies (opsd.varies)",
             )

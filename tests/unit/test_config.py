@@ -5,6 +5,7 @@ import copy
 import pytest
 
 from verl_opsd.config import OpsdConfig
+from verl_opsd.contract import FOUND
 from verl_opsd.errors import OpsdError
 
 GOOD = {
@@ -103,10 +104,15 @@ def test_wrong_type_or_choice_is_named(path, value):
         {"tasks.max_eval": -1},
         {"brief.max_view_tokens": 0},
         {"gates.identity_max": -1e-9},
-        {"sandbox.grade_timeout_s": 0},
         {"contract.grader": "other"},
         {"contract.schema": 7},
-        {"contract.harness": "other"},
+        *({f"contract.{name}": "other"} for name in FOUND),
+        {"contract.reasoning_parser": "deepseek_r1"},
+        {"contract.cost_limit": 3.0},
+        {"contract.cost_limit": -1.0},
+        {"contract.grade_timeout_s": 0},
+        {"varies": "steps"},
+        {"varies": "schema"},
         {"scale": "gpux"},
         {"mode": "eval"},
         {"contract.step_limit": 0},

@@ -29,8 +29,15 @@ OTHER = {
     "grader": "x",
     "harness": "x",
     "templates_hash": "x",
+    "tokenizer_hash": "x",
     "dataset_hash": "x",
-    "schema": 2,
+    "subset_hash": "x",
+    "serving": "x",
+    "sandbox_traits": "x",
+    "cost_limit": 3.0,
+    "reasoning_parser": "x",
+    "grade_timeout_s": 10.0,
+    "schema": 1,
 }
 
 
@@ -52,6 +59,29 @@ def test_mixing_names_the_field(name):
     a, b = EvalContract(), dataclasses.replace(EvalContract(), **{name: OTHER[name]})
     with pytest.raises(OpsdError, match=rf"corpus.*{name}"):
         a.require_same(b, "corpus")
+
+
+@pytest.mark.parametrize("name", sorted(OTHER))
+def test_a_comparison_varies_the_field_that_it_declares_and_no_other(name):
+    a, b = EvalContract(), dataclasses.replace(EvalContract(), **{name: OTHER[name]})
+    a.require_same(b, "run", varies=name)
+    a.require_same(b, "run", without=(name,))
+    more = "step_limit" if name != "step_limit" else "top_k"
+    with pytest.raises(OpsdError, match=rf"(?s)\({more}: .*only {name} was declared"):
+        a.require_same(dataclasses.replace(b, **{more: OTHER[more]}), "run", varies=name)
+
+
+def test_only_a_field_can_be_declared():
+    with pytest.raises(OpsdError, match="varies 'steps'"):
+        EvalContract().require_same(EvalContract(), "run", varies="steps")
+
+
+@pytest.mark.parametrize("name", sorted(OTHER))
+def test_a_field_that_was_not_recorded_is_not_a_default(name):
+    values = EvalContract().as_dict()
+    del values[name]
+    with pytest.raises(OpsdError, match=rf"without \['{name}'\]"):
+        EvalContract.from_dict(values)
 
 
 def test_same_contract_passes_and_round_trips():

@@ -131,6 +131,12 @@ def _entries(name: str, dataset_dir: Path) -> tuple[str, list[tuple[str, int, li
         ) from e
 
 
+def subset_hash(pairs: Iterable[PairTask]) -> str:
+    """SHA-256 (hex) over the pairs' keys and splits, whatever their order."""
+    lines = sorted(f"{pair.split}\0{pair.key}\n" for pair in pairs)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
 def assert_disjoint(
     train: Iterable[PairTask], evaluation: Iterable[PairTask], *, level: Literal["task", "repo"] = "repo"
 ) -> None:

@@ -27,6 +27,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl_opsd.contract import EvalContract
 from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade, Sampling, TurnRecord
 
@@ -107,12 +108,15 @@ _ARRAYS = {"new_ids": np.int32, "response_ids": np.int32, "response_logprobs": n
 class EpisodeStore:
     """Episodes of one contract in one directory. Several processes may write different episodes at once.
 
+    Args:
+        contract: of the episodes that will be written; kept beside them, so that a refusal can name the fields.
+
     Raises:
         OpsdError: the directory holds a store of another schema version.
     """
 
-    def __init__(self, directory: Path | str):
-        self.directory = Path(directory)
+    def __init__(self, directory: Path | str, contract: EvalContract | None = None):
+        self.directory, self._contract = Path(directory), contract
         self.directory.mkdir(parents=True, exist_ok=True)
         self._header()
 
@@ -132,6 +136,12 @@ class EpisodeStore:
         target = self._folder(episode.episode_id)
         if target.exists():
             self._refuse_overwrite(episode.episode_id)
+        if self._contract is not None and self._contract.hash != episode.contract_hash:
+            raise OpsdError(
+                f"episode {episode.episode_id!r} of contract {episode.contract_hash[:12]}",
+                f"this store was opened for contract {self._contract.hash[:12]}",
+                "open the store with the contract of the episodes",
+            )
         self._check(episode)
         tables = _tables(episode)
         self._claim(episode.contract_hash)
@@ -209,14 +219,19 @@ class EpisodeStore:
         path = self.directory / "store.json"
         if not path.exists():
             temporary = self.directory / f".{uuid.uuid4().hex}.tmp"
-            temporary.write_text(json.dumps({"schema": STORE_SCHEMA, "contract_hash": contract_hash}))
+            fields = None if self._contract is None else self._contract.as_dict()
+            header = {"schema": STORE_SCHEMA, "contract_hash": contract_hash, "contract": fields}
+            temporary.write_text(json.dumps(header))
             _flush(temporary)
             try:
                 with contextlib.suppress(FileExistsError):  # another writer was first; its claim is checked below
                     os.link(temporary, path)
             finally:
                 temporary.unlink()
-        if self.contract_hash != contract_hash:
+        known = self._header() or {}
+        if known["contract_hash"] != contract_hash:
+            if self._contract is not None and known.get("contract") is not None:
+                self._contract.require_same(EvalContract.from_dict(known["contract"]), f"store {self.directory}")
             raise OpsdError(
                 f"an episode of contract {contract_hash[:12]} for {self.directory}",
                 f"the store holds episodes of contract {str(self.contract_hash)[:12]}, and contracts are never mixed",

@@ -102,7 +102,7 @@ class Runtime:
             opsd=opsd,
             run=run,
             contract=contract,
-            store=EpisodeStore(run.episodes),
+            store=EpisodeStore(run.episodes, contract),
             slots=asyncio.Semaphore(pairs),
             agents=ThreadPoolExecutor(2 * pairs, thread_name_prefix="opsd-agent"),
             grading=ThreadPoolExecutor(pairs, thread_name_prefix="opsd-grading"),
@@ -218,7 +218,7 @@ class OpsdPairLoop(AgentLoopBase):
                     done.agents[1].patch,
                     backend=rt.opsd.sandbox.backend,
                     allow_unsafe=rt.opsd.sandbox.allow_unsafe,
-                    timeout_s=rt.opsd.sandbox.grade_timeout_s,
+                    timeout_s=rt.contract.grade_timeout_s,
                 ),
             )
         except InfraFault as e:

@@ -39,14 +39,12 @@ def size(opsd: OpsdConfig) -> int:
 def check_corpus(opsd: OpsdConfig, contract: EvalContract, evaluation: list[PairTask]) -> None:
     """The corpus exists, was collected under this contract, holds something to train on and nothing that is evaluated.
 
-    The dataset hash is left out of the comparison: it covers the evaluation tasks of either run too, and the episodes name
-    their own tasks.
+    The hashes of tasks and pairs are left out of the comparison: they cover the evaluation tasks of either run too, and the
+    episodes name their own.
 
     Raises:
         OpsdError: see above.
     """
-    import dataclasses
-
     assert opsd.corpus is not None
     run = RunDir(Path(opsd.corpus).expanduser())
     if not (run.path / "contract.json").is_file() or not run.episodes.is_dir():
@@ -55,10 +53,14 @@ def check_corpus(opsd: OpsdConfig, contract: EvalContract, evaluation: list[Pair
             "a corpus is a run directory with contract.json and episodes/",
             "give the directory of a finished `+recipe=opd` run",
         )
-    theirs = run.contract()
-    dataclasses.replace(contract, dataset_hash="").require_same(
-        dataclasses.replace(theirs, dataset_hash=""), f"corpus {run.path}"
-    )
+    theirs, stored = run.contract(), EpisodeStore(run.episodes).contract_hash
+    if stored not in (None, theirs.hash):
+        raise OpsdError(
+            f"corpus {run.path}: episodes of contract {str(stored)[:12]} beside contract.json of {theirs.hash[:12]}",
+            "contract.json is the contract that the episodes were collected under",
+            "restore contract.json, or collect again",
+        )
+    contract.require_same(theirs, f"corpus {run.path}", opsd.varies, without=("dataset_hash", "subset_hash"))
     if not episodes(opsd):
         raise OpsdError(f"corpus={opsd.corpus} has no scored training episode", "there is nothing to train on", "collect again")
     from verl_opsd.cooperbench.dataset import assert_disjoint

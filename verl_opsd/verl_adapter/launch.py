@@ -23,6 +23,7 @@ from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.verl_adapter.brief_checks import check_briefs, check_worth, record_briefs, record_worth
 from verl_opsd.verl_adapter.contradictions import check_rounds, check_verl_keys, check_with_verl, data_file
+from verl_opsd.verl_adapter.found import check_siblings, freeze_contract
 from verl_opsd.verl_adapter.keys import check_keys
 from verl_opsd.verl_adapter.requirements import (
     check_chat,
@@ -106,25 +107,6 @@ def prepare_missing(opsd: OpsdConfig, pairs: list[PairTask]) -> None:
         if missing:
             print(f"verl-opsd: qualifying {task_dir.parent.name}/{task_dir.name} features {missing}", flush=True)
             qualify(task_dir, prepared, missing, backend=opsd.sandbox.backend, allow_unsafe=opsd.sandbox.allow_unsafe)
-
-
-def freeze_contract(opsd: OpsdConfig, pairs: list[PairTask], model_path: str) -> EvalContract:
-    """The contract of this run: the configured fields plus what was found: harness, templates, dataset."""
-    import hashlib
-
-    from transformers import AutoTokenizer
-
-    from verl_opsd.cooperbench.dataset import tree_hash
-    from verl_opsd.cooperbench.identity import harness_identity, identity_string
-
-    identity = harness_identity()
-    template = AutoTokenizer.from_pretrained(model_path).chat_template or ""
-    return dataclasses.replace(
-        opsd.contract,
-        harness=identity_string(),
-        templates_hash=hashlib.sha256((identity["templates_hash"] + template).encode()).hexdigest(),
-        dataset_hash=tree_hash(sorted({p.task_dir for p in pairs})),
-    )
 
 
 def write_data(run: RunDir, pairs: list[PairTask], name: str, batch: int = 1) -> None:
@@ -218,7 +200,7 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     model_path = check_models(config, opsd)
     train, evaluation = load_pairs(opsd)
     check_rounds(config, len(train))
-    contract = freeze_contract(opsd, train + evaluation, model_path)
+    contract = freeze_contract(config, opsd, train, evaluation, model_path)
     if opsd.mode == "offline":
         from verl_opsd.verl_adapter.corpus import check_corpus, corpus_pairs
 
@@ -228,6 +210,7 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
         briefs = check_briefs(opsd, train, model_path)
     worth = None if opsd.brief.name == "none" else check_worth(opsd)  # the identity arm distils nothing
     resume.check(run, contract, plain_config(config))
+    check_siblings(run, contract, opsd.varies)
     write_data(run, train, "train", batch=config.data.train_batch_size)
     write_data(run, evaluation, "val")
     write_json(run.path / "contract.json", contract.as_dict())
@@ -247,7 +230,7 @@ def check_multirun(config: DictConfig, config_name: str) -> int:
         Number of jobs that were checked.
 
     Raises:
-        OpsdError: naming the job's own overrides.
+        OpsdError: naming the job's own overrides; or its contract differs from the first job's in a field that is not declared.
     """
     import itertools
 
@@ -263,10 +246,15 @@ def check_multirun(config: DictConfig, config_name: str) -> int:
         values[o.get_key_element()] = [f"{o.get_key_element()}={word}" for word in words]
     swept = [k for k, v in values.items() if len(v) > 1]
     jobs = list(itertools.product(*values.values()))
+    first: EvalContract | None = None
     for number, job in enumerate(jobs):
         own = [w for w in job if w.split("=")[0] in swept]
         try:
-            check_models(composed := compose(config_name, list(job), return_hydra_config=True), check_host(composed))
+            composed = compose(config_name, list(job), return_hydra_config=True)
+            opsd = check_host(composed)
+            check_models(composed, opsd)
+            first = first or opsd.contract
+            opsd.contract.require_same(first, "job 0", opsd.varies)
         except OpsdError as error:
             raise OpsdError(
                 f"job {number} of {len(jobs)} ({' '.join(own)}): {error.what}", error.rule, error.way_out

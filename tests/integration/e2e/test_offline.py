@@ -17,6 +17,7 @@ def job(online: Job, tmp_path_factory: pytest.TempPathFactory) -> Job:
         "+recipe=opd_offline",
         f"corpus={online.directory}",
         "trainer.n_gpus_per_node=2",
+        "opsd.varies=serving",
         *SHORT,
         *STEPS,
     )

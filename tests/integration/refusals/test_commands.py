@@ -56,6 +56,12 @@ def test_sweep_whose_second_value_is_bad_does_not_start_the_first(train):
     assert done.returncode == 2 and "job 1 of 2 (opsd.loss.anchor=-1.0): opsd.loss anchor=-1.0" in done.stderr, done.stderr
 
 
+def test_sweep_that_varies_more_of_the_contract_than_it_declares(train):
+    done = train("-m", "+recipe=opd", "opsd.varies=top_k", "opsd.contract.top_k=-1,20", "opsd.contract.max_tokens=96,64")
+    assert done.returncode == 2 and "job 1 of 4 " in done.stderr, done.stderr
+    assert "(max_tokens: 64 != 96)" in done.stderr and "only top_k was declared" in done.stderr
+
+
 def test_unknown_recipe_lists_the_known_ones(train):
     done = train("+recipe=nope")
     assert "recipe/nope" in done.stderr and "opd_offline" in done.stderr

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from verl_opsd.cooperbench.dataset import POCKET_DIR, assert_disjoint, discover, load_subset, tree_hash
+from verl_opsd.cooperbench.dataset import POCKET_DIR, assert_disjoint, discover, load_subset, subset_hash, tree_hash
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
 
@@ -96,6 +97,15 @@ def test_a_recipe_stamps_pairs_that_are_not_the_benchmark(tmp_path: Path) -> Non
     path.write_text(json.dumps({"tasks": [{"repo": "pallets_click_task", "task_id": 2956}]}))
     assert "not a CooperBench score" in load_subset(path, tmp_path)[0].near_benchmark
     assert {p.near_benchmark for p in load_subset("pocket_train", POCKET_DIR)} == {""}
+
+
+def test_subset_hash_depends_on_keys_and_splits_and_not_on_the_order() -> None:
+    one, two = pair("a", 0), pair("a", 0, (1, 3))
+    same = subset_hash([one, two])
+    assert subset_hash([two, one]) == same
+    assert (
+        len({same, subset_hash([one]), subset_hash([one, replace(two, split="eval")]), subset_hash([one, pair("b", 0)])}) == 4
+    )
 
 
 def test_tree_hash_depends_on_names_contents_and_links_and_nothing_else(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stub_chat import random_conversation
 
+from verl_opsd.contract import EvalContract
 from verl_opsd.errors import OpsdError
 from verl_opsd.tokens import AgentOutcome, Episode, EpisodeStore, FeatureGrade, Grade
 from verl_opsd.tokens import store as store_module
@@ -139,6 +140,17 @@ def test_contracts_are_never_mixed(tmp_path):
     with pytest.raises(OpsdError, match="own id and contract"):
         store.write(dataclasses.replace(make_episode("x"), episode_id="fourth"))
     assert store.ids() == ["e"]
+
+
+def test_the_fields_that_differ_are_named(tmp_path):
+    ours, theirs = EvalContract(step_limit=7), EvalContract(step_limit=8)
+    EpisodeStore(tmp_path, ours).write(make_episode(contract=ours.hash))
+    other = EpisodeStore(tmp_path, theirs)
+    with pytest.raises(OpsdError, match=r"step_limit: 8 != 7"):
+        other.write(make_episode("second", contract=theirs.hash))
+    with pytest.raises(OpsdError, match="opened for contract"):
+        other.write(make_episode("third", contract=ours.hash))
+    assert other.ids() == ["e"]
 
 
 def test_another_schema_version_is_refused(tmp_path, monkeypatch):

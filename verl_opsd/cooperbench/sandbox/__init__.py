@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from pathlib import Path
 
@@ -24,6 +25,7 @@ __all__ = [
     "reap_stale",
     "require_sandbox",
     "sandbox_report",
+    "traits",
 ]
 
 BACKENDS = ("bubblewrap", "process")
@@ -60,6 +62,19 @@ def require_sandbox(backend: str, *, allow_unsafe: bool = False) -> None:
     """
     with tempfile.TemporaryDirectory() as directory:
         make_sandbox(backend, SandboxSpec("probe", Path(directory)), allow_unsafe=allow_unsafe).close()
+
+
+#: What a backend does that another does not, where a score could depend on it.
+_TRAITS = {
+    "bubblewrap": "background processes end with their command, no network, fresh environment, mapped paths",
+    "process": "background processes end with their command, the host's network, fresh environment, the host's paths",
+}
+
+
+def traits(backend: str) -> str:
+    """How a backend treats background processes, network, environment and paths, and the limits of an agent's sandbox
+    (bytes)."""
+    return f"{_TRAITS[backend]}; {', '.join(f'{k}={v}' for k, v in dataclasses.asdict(Limits()).items())}"
 
 
 def sandbox_report() -> list[tuple[str, bool, str]]:

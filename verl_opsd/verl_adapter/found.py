@@ -1,0 +1,99 @@
+"""The fields of the contract that no configuration sets: harness, templates, tokenizer, tasks, pairs, serving, sandbox."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_opsd.config import OpsdConfig
+from verl_opsd.contract import EvalContract
+from verl_opsd.cooperbench.types import PairTask
+from verl_opsd.rundir import RunDir
+from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
+
+#: Keys of verl's rollout section that decide how a model is served; capacity alone (memory share, logging) is not among them.
+SERVING = (
+    "dtype",
+    "quantization",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enforce_eager",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "logprobs_mode",
+)
+
+
+def freeze_contract(
+    config: DictConfig, opsd: OpsdConfig, train: list[PairTask], evaluation: list[PairTask], model_path: str
+) -> EvalContract:
+    """The contract of this run: the configured fields plus what was found."""
+    from transformers import AutoTokenizer
+
+    from verl_opsd.cooperbench.dataset import subset_hash, tree_hash
+    from verl_opsd.cooperbench.identity import harness_identity, identity_string
+    from verl_opsd.cooperbench.sandbox import traits
+    from verl_opsd.teachers.cache import tokenizer_hash
+
+    pairs = train + evaluation
+    return dataclasses.replace(
+        opsd.contract,
+        harness=identity_string(),
+        templates_hash=harness_identity()["templates_hash"],
+        tokenizer_hash=tokenizer_hash(AutoTokenizer.from_pretrained(model_path)),
+        dataset_hash=tree_hash(sorted({p.task_dir for p in pairs})),
+        subset_hash=subset_hash(pairs),
+        serving=serving(config),
+        sandbox_traits=traits(opsd.contract.sandbox),
+    )
+
+
+def serving(config: DictConfig) -> str:
+    """Rollout engine, version, parallel layout, precision, batching and device, as one line that two runs can be compared by.
+
+    The embedded servers compute each request alone, so of verl's keys only their number of replicas is a layout.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    sizes = {k: int(OmegaConf.select(rollout, f"{k}_parallel_size") or 1) for k in ("tensor_model", "data", "pipeline_model")}
+    ranks = int(config.trainer.nnodes) * int(config.trainer.n_gpus_per_node)
+    one = sizes["tensor_model"] * sizes["data"] * sizes["pipeline_model"]
+    parts = [str(rollout.name)]
+    if rollout.name not in OWN_BACKENDS:
+        parts.append(_version(rollout.name))
+    parts += [f"tp={sizes['tensor_model']}", f"dp={sizes['data']}", f"pp={sizes['pipeline_model']}", f"replicas={ranks // one}"]
+    if rollout.name not in OWN_BACKENDS:
+        parts += [f"{key}={OmegaConf.select(rollout, key)}" for key in SERVING]
+        engine: Any = OmegaConf.select(rollout, f"engine_kwargs.{rollout.name}")
+        plain = {} if engine is None else OmegaConf.to_container(engine, resolve=True)
+        parts.append(f"engine_kwargs={json.dumps(plain, sort_keys=True)}")
+    return " ".join([*parts, f"device={_device()}"])
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+
+
+def check_siblings(run: RunDir, contract: EvalContract, varies: str | None) -> None:
+    """The jobs of one sweep differ from one another in the declared field of the contract at most.
+
+    Raises:
+        OpsdError: naming the first job of the same sweep whose contract differs in another field.
+    """
+    if not (run.path.parent / "multirun.yaml").is_file():
+        return
+    for folder in sorted(run.path.parent.iterdir()):
+        if folder != run.path and (folder / "contract.json").is_file():
+            contract.require_same(RunDir(folder).contract(), f"job {folder.name} of the sweep {run.path.parent}", varies)
