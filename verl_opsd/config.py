@@ -84,7 +84,7 @@ class LossConfig:
             added to ``distill.loss.ANALYTIC``; from the sampled token alone: policy_gradient (``trust``), k2, k3.
         support: ``full``, or ``student_topk``, ``teacher_topk``, ``union_topk`` with ``top_k`` tokens a side and one tail bucket.
         trust: of policy_gradient, range of importance ratios outside which a token is masked.
-        max_log_ratio: of policy_gradient and k3, clip of the log-ratio in nats; null stops the run where exp would overflow.
+        max_log_ratio: of k3, log-ratio in nats beyond which the pull stays the same; null stops the run where exp would overflow.
         reduction: token, turn, branch or episode mean over the rows of one optimizer step.
         anchor: weight of the same divergence to the student's own base; 0 turns it off.
         task_reward_coef: weight of PPO's clipped term with the episodes' reward (``actor.clip_ratio_low``, ``_high``, ``_c`` are its
@@ -98,7 +98,9 @@ class LossConfig:
         turn_half_life: tokens of a turn over which the weight of its positions halves; enters the denominator.
         prefix_half_life: tokens of prefix before a turn over which its weight halves; enters the denominator.
         max_prefix: only turns whose prefix is shorter than this many tokens carry loss.
-        turn_kinds: kinds of turns that carry loss.
+        turn_kinds: kinds of turns that carry loss. The others' replies stay policy positions: measured, and under the anchor.
+        turns: half-open ranges of an agent's turns that carry loss; null: all.
+        segments: half-open ranges of a branch's tokens, counted from its first, that carry loss; null: all.
         chunk: loss positions per chunk of the vocabulary head.
         epochs: passes over the rows of a round.
         episodes_per_update: episodes of one optimizer step; null takes all of the round.
@@ -123,6 +125,8 @@ class LossConfig:
     prefix_half_life: float | None = None
     max_prefix: int | None = None
     turn_kinds: tuple[Literal["policy", "malformed"], ...] = ("policy", "malformed")
+    turns: tuple[tuple[int, ...], ...] | None = None
+    segments: tuple[tuple[int, ...], ...] | None = None
     chunk: int = 256
     epochs: int = 1
     episodes_per_update: int | None = None
@@ -417,6 +421,23 @@ def _contradictions(c: OpsdConfig) -> None:
                 "what the current weights keep is known after a step's last micro-batch: its whole gradient is divided by one number",
                 "use threshold.taken=collection or threshold.denominator=all, or reduction=token without an anchor or a task reward",
             )
+    for name in ("turns", "segments"):
+        spans = getattr(c.loss, name)
+        if spans is not None and (not spans or any(len(s) != 2 or not 0 <= s[0] < s[1] for s in spans)):
+            refuse(
+                f"opsd.loss.{name}={[list(s) for s in spans]}",
+                "a list of half-open ranges [first, end] with 0 <= first < end",
+                "correct the ranges, or leave the key out (null)",
+            )
+    if c.loss.divergence in ("k2", "k3") and (
+        c.mode == "offline" or c.loss.epochs > 1 or c.loss.episodes_per_update is not None
+    ):
+        refuse(
+            f"opsd.loss.divergence={c.loss.divergence} with mode={c.mode} epochs={c.loss.epochs} "
+            f"episodes_per_update={c.loss.episodes_per_update}",
+            "k2 and k3 are right for tokens of the very policy that is trained: fresh ones, for one optimizer step a round",
+            "use policy_gradient, which weighs tokens of an earlier policy by their ratio, or a divergence over the vocabulary",
+        )
     if not c.loss.turn_kinds:
         refuse("opsd.loss.turn_kinds=[]", "some kind of turn carries the loss", "name policy, malformed or both")
     weights = dataclasses.astuple(c.loss.class_weights)

@@ -4,6 +4,7 @@ meta.json            versions, devices, command, resolved config
 contract.json        the frozen evaluation contract of this run
 evidence.jsonl       append-only: every gate with its threshold, value and verdict
 episodes/            turns, episodes and grades (Parquet)
+left_out/            branches of an episode that became no row, with the reason; nothing where all of them did
 stages/              one manifest a stage, with its seconds and the hashes of its inputs and outputs
 checkpoints/         verl's checkpoints and the exported adapter
 report.json          the table at the end
@@ -88,6 +89,19 @@ class RunDir:
         }
         with (self.path / "evidence.jsonl").open("a") as f:
             f.write(json.dumps(line) + "\n")
+
+    def write_left_out(self, episode_id: str, reasons: dict[str, str]) -> None:
+        """Records which branches of an episode became no row and why, by ``AGENT/BRANCH``; replaces what an earlier attempt left."""
+        path = self.path / "left_out" / f"{episode_id}.json"
+        if reasons:
+            write_json(path, reasons)
+        else:
+            path.unlink(missing_ok=True)
+
+    def left_out(self, episode_id: str) -> dict[str, str]:
+        """What :meth:`write_left_out` recorded; empty where every branch became a row."""
+        path = self.path / "left_out" / f"{episode_id}.json"
+        return dict(json.loads(path.read_text())) if path.is_file() else {}
 
     def require(self, gate: str, value: Any, threshold: Any, passed: bool, way_out: str, detail: str = "") -> None:
         """Records a verdict and stops the run when it failed.

@@ -85,12 +85,18 @@ class ChunkOutput:
     coverage_teacher_C: Tensor | None = None
 
 
+def matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``left @ right`` in ``dtype`` from factors of any dtype, accumulated and kept in it: nothing is rounded to the factors' dtype."""
+    if left.dtype == right.dtype == dtype:
+        return torch.mm(left, right)
+    if left.is_cuda and left.dtype == right.dtype:
+        return torch.mm(left, right, out_dtype=dtype)
+    return torch.mm(left.to(dtype), right.to(dtype))
+
+
 def logits(hidden_CH: Tensor, weight_VH: Tensor, dtype: torch.dtype) -> Tensor:
-    """[C, V] in ``dtype`` from a product in the weight's dtype, accumulated and kept in float32 on a GPU."""
-    hidden_CH = hidden_CH.to(weight_VH.dtype)
-    if weight_VH.dtype != dtype and weight_VH.is_cuda:
-        return torch.mm(hidden_CH, weight_VH.T, out_dtype=dtype)
-    return torch.mm(hidden_CH, weight_VH.T).to(dtype)
+    """[C, V] in ``dtype``, from hidden states rounded to the weight's dtype."""
+    return matmul(hidden_CH.to(weight_VH.dtype), weight_VH.T, dtype)
 
 
 def weighted_sum(coef_C: Tensor, value_C: Tensor) -> Tensor:
@@ -231,26 +237,24 @@ def _outcomes(chunk: ChunkInput, signal: Signal, logq_CV: Tensor | None, ids_CK:
 def _sampled(
     chunk: ChunkInput, spec: LossSpec, signal: Signal | None, leaf_CV: Tensor, logq_CV: Tensor | None, coef_C: Tensor
 ) -> Tensor:
-    """A sampled-token estimator where there is a coefficient, NaN elsewhere: a masked position can't make it refuse."""
+    """A sampled-token estimator. Where there is no coefficient it is measured all the same (drift, controls), and can't refuse: it is
+    NaN where it would."""
     assert chunk.labels_C is not None
-    keep_C = coef_C != 0
-    logp_C = _pick(leaf_CV, chunk.labels_C)[keep_C]
+    logp_C = _pick(leaf_CV, chunk.labels_C)
     if spec.divergence == "nll":
-        value_C = -logp_C
-    else:
-        assert signal is not None
-        logq_C = _label_logprob(chunk.labels_C, signal, logq_CV).to(chunk.dtype)[keep_C]
-        if spec.divergence == "k1":
-            value_C = divergence.k1(logp_C, logq_C)
-        elif spec.divergence == "k2":
-            value_C = divergence.k2(logp_C, logq_C)
-        elif spec.divergence == "k3":
-            value_C = divergence.k3(logp_C, logq_C, spec.max_log_ratio)
-        else:
-            assert chunk.behaviour_logprob_C is not None and spec.trust is not None
-            behaviour_C = chunk.behaviour_logprob_C[keep_C]
-            value_C = divergence.policy_gradient(logp_C, logq_C, behaviour_C, spec.trust, spec.max_log_ratio)
-    return torch.full_like(coef_C, torch.nan).masked_scatter(keep_C, value_C)
+        return -logp_C
+    assert signal is not None
+    logq_C = _label_logprob(chunk.labels_C, signal, logq_CV).to(chunk.dtype)
+    if spec.divergence == "k1":
+        return divergence.k1(logp_C, logq_C)
+    if spec.divergence == "k2":
+        return divergence.k2(logp_C, logq_C)
+    if spec.divergence == "k3":
+        unknown_C = (coef_C == 0) & divergence.leaves_float32(logq_C - logp_C) & (spec.max_log_ratio is None)
+        value_C = divergence.k3(logp_C, torch.where(unknown_C, logp_C.detach(), logq_C), spec.max_log_ratio)
+        return value_C.masked_fill(unknown_C, torch.nan)
+    assert chunk.behaviour_logprob_C is not None and spec.trust is not None
+    return divergence.policy_gradient(logp_C, logq_C, chunk.behaviour_logprob_C, spec.trust)
 
 
 def _describe_teacher(out: ChunkOutput, chunk: ChunkInput, signal: Signal, logp_CV: Tensor, logq_CV: Tensor | None) -> None:

@@ -7,7 +7,8 @@ autograd. With p = softmax(s), q = softmax(t), d = log p - log q:
     dKL / ds_v    = p_v (d_v - sum_u p_u d_u)
 
 The first form keeps the digits of small divergences: rounding of the two normalisers cancels to first order, which in
-``sum p d`` it does not. In the gradient it is the other way round: ``d - sum p d`` is where they cancel.
+``sum p d`` it does not. In the gradient it is the other way round: ``d - sum p d`` is where they cancel. d itself is the difference of
+the logits minus that of the normalisers: near logits differ without rounding, near log-probabilities do not.
 
 Shape suffixes: C loss positions of one chunk, V vocabulary.
 """
@@ -90,10 +91,9 @@ def kl_and_grad(
         from verl_opsd.distill import dense_triton
 
         return dense_triton.kl_and_grad(student_CV, teacher_CV, *norms[:3], coef_C, dtype)
-    logp_CV = student_CV - norms.student_norm_C[:, None]
-    d_CV = logp_CV - (teacher_CV - norms.teacher_norm_C[:, None])
-    p_CV = torch.exp(logp_CV)
-    kl_C = kl_terms(p_CV, torch.exp(logp_CV - d_CV), d_CV).sum(-1)
+    d_CV = (student_CV - teacher_CV) - (norms.student_norm_C - norms.teacher_norm_C)[:, None]
+    p_CV = torch.exp(student_CV - norms.student_norm_C[:, None])
+    kl_C = kl_terms(p_CV, torch.exp(teacher_CV - norms.teacher_norm_C[:, None]), d_CV).sum(-1)
     if coef_C is None:
         return kl_C, None
     grad_CV = coef_C[:, None] * p_CV * (d_CV - norms.mean_d_C[:, None])

@@ -79,17 +79,17 @@ def _kl_grad_kernel(
     for start in range(0, V, BLOCK):
         at = start + lane
         inside = at < V
-        logp = tl.load(student + row * V + at, mask=inside, other=0.0) - s_log
-        logq = tl.load(teacher + row * V + at, mask=inside, other=0.0) - t_log
-        d = logp - logq
-        p = tl.exp(logp)
+        s = tl.load(student + row * V + at, mask=inside, other=0.0)
+        t = tl.load(teacher + row * V + at, mask=inside, other=0.0)
+        d = (s - t) - (s_log - t_log)
+        p = tl.exp(s - s_log)
         b = tl.maximum(d, -1.0)
         # expm1(-b) + b: by its series (terms to b^9) where the sum would cancel
         series = 1.0 / 5040 - b * (1.0 / 40320 - b * (1.0 / 362880))
         series = 1.0 / 24 - b * (1.0 / 120 - b * (1.0 / 720 - b * series))
         series = b * b * (0.5 - b * (1.0 / 6 - b * series))
         near = p * tl.where(tl.abs(b) < 0.5, series, tl.exp(-b) - 1.0 + b)
-        far = tl.exp(logq) - p + p * d
+        far = tl.exp(t - t_log) - p + p * d
         total += tl.where(inside, tl.where(d < -1.0, far, near), 0.0)
         if WRITE:
             g = tl.where(c == 0.0, 0.0, c * p * (d - mean))

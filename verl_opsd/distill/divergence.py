@@ -128,45 +128,47 @@ def k3(logp: Tensor, logq: Tensor, max_log_ratio: float | None = None) -> Tensor
     that of forward KL.
 
     Args:
-        max_log_ratio: limit on log q - log p (nats), above which value and gradient stay at the limit; None: refuse
-            instead where exp would leave float32.
+        max_log_ratio: log q - log p (nats) above which the value goes on as a straight line, so that the pull stays the one at
+            the limit, in its own direction; None: refuse instead where exp would leave float32.
 
     Raises:
         OpsdError: no limit is set and a log-ratio leaves the range of float32.
     """
-    r = _bounded(logq - logp, max_log_ratio, "k3")
+    r = logq - logp
+    if max_log_ratio is None:
+        if bool(leaves_float32(r).any()):
+            raise OpsdError(
+                f"k3: a log-ratio of {r.detach().max().item():.1f} nats",
+                f"exp of more than {MAX_LOG_RATIO} nats leaves float32",
+                "set max_log_ratio to state a clip, or use an analytic divergence, which needs none",
+            )
+        return _k3_of(r)
+    near = r.clamp_max(max_log_ratio)
+    return _k3_of(near) + math.expm1(max_log_ratio) * (r - near)
+
+
+def _k3_of(r: Tensor) -> Tensor:
     return torch.where(r.abs() < NEAR, excess_near_zero(-r), torch.expm1(r) - r)
 
 
-def policy_gradient(
-    logp: Tensor, logq: Tensor, behaviour_logp: Tensor, trust: tuple[float, float], max_log_ratio: float | None = None
-) -> Tensor:
+def leaves_float32(log_ratio: Tensor) -> Tensor:
+    """Where exp of a log-ratio (nats) would overflow."""
+    return log_ratio.detach() > MAX_LOG_RATIO
+
+
+def policy_gradient(logp: Tensor, logq: Tensor, behaviour_logp: Tensor, trust: tuple[float, float]) -> Tensor:
     """Sampled-token reverse KL as a policy-gradient loss: -ratio * advantage * [trust[0] <= ratio <= trust[1]].
 
     advantage = log q - log p, detached; ratio = p / behaviour, which carries the gradient. In expectation over tokens
-    of the behaviour policy, with every ratio trusted, the gradient is that of reverse KL.
+    of the behaviour policy, with every ratio trusted, the gradient is that of reverse KL. The range of trust is its only clip, and is
+    applied to the log-ratio: nothing overflows, whatever the ratio. A ratio that is no number is trusted, and stops the step.
 
     Args:
         behaviour_logp: log-probabilities under the policy that sampled the tokens.
-        trust: ratios outside this range get weight 0 (the mask is detached).
-        max_log_ratio: limit on log p - behaviour log p (nats); None: refuse where exp would leave float32.
-
-    Raises:
-        OpsdError: no limit is set and a log-ratio leaves the range of float32.
+        trust: ratios outside this range get weight 0 (the mask is detached); the upper end is at most ``exp(MAX_LOG_RATIO)``.
     """
-    ratio = torch.exp(_bounded(logp - behaviour_logp, max_log_ratio, "the importance ratio"))
-    trusted = (ratio.detach() >= trust[0]) & (ratio.detach() <= trust[1])
-    advantage = (logq - logp).detach()
-    return torch.where(trusted, -ratio * advantage, 0.0)
-
-
-def _bounded(log_ratio: Tensor, limit: float | None, what: str) -> Tensor:
-    if limit is not None:
-        return log_ratio.clamp_max(limit)
-    if bool((log_ratio.detach() > MAX_LOG_RATIO).any()):
-        raise OpsdError(
-            f"{what}: a log-ratio of {log_ratio.detach().max().item():.1f} nats",
-            f"exp of more than {MAX_LOG_RATIO} nats leaves float32",
-            "set max_log_ratio to state a clip, or use an analytic divergence, which needs none",
-        )
-    return log_ratio
+    log_ratio = logp - behaviour_logp
+    low, high = (math.log(x) if x > 0 else -math.inf for x in trust)
+    outside = (log_ratio.detach() < low) | (log_ratio.detach() > high)
+    ratio = torch.exp(torch.where(outside, 0.0, log_ratio))
+    return torch.where(outside, 0.0, -ratio * (logq - logp).detach())

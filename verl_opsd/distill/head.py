@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from verl_opsd.distill import support
-from verl_opsd.distill.chunk import ChunkInput, ChunkOutput, chunk_loss, logits
+from verl_opsd.distill.chunk import ChunkInput, ChunkOutput, chunk_loss, logits, matmul
 from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
@@ -184,15 +184,17 @@ class LossPositionHead(nn.Linear):
         task = self.task
         if task is None:
             return super().forward(x)
+        if torch.compiler.is_compiling():
+            # One stated graph break. The compiler sees nothing of the task, or it would compile anew for every step's. A decorator
+            # would import the compiler for everybody.
+            return torch.compiler.disable(self._with_task)(x, task)
+        return self._with_task(x, task)
+
+    def _with_task(self, x: Tensor, task: HeadTask) -> Tensor:
         task.check(self.weight)
         if task.kind == "score":
             # An empty slice, not 0 * x: it keeps the graph alive when N is 0, and finite when x is not.
             return (x.reshape(-1, x.shape[-1]).index_select(0, task.index_N) + x.reshape(-1)[:0].sum())[None]
-        if torch.compiler.is_compiling():  # a graph break; the decorator would import the compiler for everybody
-            return torch.compiler.disable(self._loss)(x, task)
-        return self._loss(x, task)
-
-    def _loss(self, x: Tensor, task: HeadTask) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             flat_MH = x.reshape(-1, x.shape[-1])
             loss, *values = _ChunkedLoss.apply(flat_MH, self.weight, task, torch.is_grad_enabled())
@@ -240,7 +242,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if grad_weight_VH is not None:
                 # 0 * NaN is NaN: a masked position's hidden state must not reach the weight's gradient.
                 used_C1 = (out.grad_CV != 0).any(-1, keepdim=True)
-                grad_weight_VH += out.grad_CV.T @ torch.where(used_C1, hidden_CH, 0.0)
+                _add_product(grad_weight_VH, out.grad_CV, torch.where(used_C1, hidden_CH, 0.0))
         ctx.policy = task.policy and (need_hidden or need_weight)
         again: tuple[Tensor | None, ...] = (None, None, None)
         if ctx.policy:
@@ -305,7 +307,17 @@ def _add_policy_gradient(
         if grad_hidden_NH is not None:
             grad_hidden_NH[rows] += grad_CV @ weight_VH
         if grad_weight_VH is not None:
-            grad_weight_VH += grad_CV.T @ torch.where(used_C1, hidden_NH[rows], 0.0)
+            _add_product(grad_weight_VH, grad_CV, torch.where(used_C1, hidden_NH[rows], 0.0))
+
+
+#: Vocabulary rows of one product into the weight's gradient.
+_BLOCK = 32768
+
+
+def _add_product(grad_weight_VH: Tensor, grad_CV: Tensor, hidden_CH: Tensor) -> None:
+    """Adds ``grad.T @ hidden``, accumulated in the dtype of the sum; some vocabulary rows at a time, since a product has its size."""
+    for part_VH, part_CV in zip(grad_weight_VH.split(_BLOCK), grad_CV.split(_BLOCK, dim=1), strict=True):
+        part_VH += matmul(part_CV.T, hidden_CH, grad_weight_VH.dtype)
 
 
 def install_head(module: nn.Module) -> LossPositionHead:

@@ -5,6 +5,7 @@ Coefficients (masks, denominators, the anchor's lambda) are not here: they come 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -47,8 +48,8 @@ class LossSpec:
         top_k: tokens a side, for the three top-k supports.
         weights: data-dependent weights of a position; they multiply, and never enter a denominator. Not applied to the
             anchor.
-        trust: of ``policy_gradient``, range of importance ratios outside which a token is masked.
-        max_log_ratio: of ``k3`` and ``policy_gradient``, stated clip of the log-ratio in nats; None refuses overflow.
+        trust: of ``policy_gradient``, range of importance ratios outside which a token is masked: its only clip.
+        max_log_ratio: of ``k3``, log-ratio in nats beyond which the pull stays the same; None refuses overflow.
 
     Raises:
         OpsdError: an unknown name, or a parameter that is missing, out of range or would be ignored.
@@ -88,11 +89,13 @@ class LossSpec:
                 _refuse(f"{parameter}={value}", f"0 < {parameter} < 1; the limits are reverse_kl and forward_kl")
         if self.top_k is not None and self.top_k < 1:
             _refuse(f"top_k={self.top_k}", "a support has at least one token a side")
-        if self.trust is not None and not 0 <= self.trust[0] < 1 < self.trust[1]:
-            _refuse(f"trust={self.trust}", "a trust range contains the ratio 1")
+        if self.trust is not None and not 0 <= self.trust[0] < 1 < self.trust[1] <= math.exp(divergence.MAX_LOG_RATIO):
+            _refuse(
+                f"trust={self.trust}", f"a trust range contains the ratio 1 and ends at exp({divergence.MAX_LOG_RATIO}) at most"
+            )
         if self.max_log_ratio is not None:
-            if name not in ("k3", "policy_gradient"):
-                _refuse(f"max_log_ratio with {name}", "only k3 and policy_gradient exponentiate a log-ratio")
+            if name != "k3":
+                _refuse(f"max_log_ratio with {name}", "only k3 exponentiates a log-ratio that nothing else bounds")
             if not 0 < self.max_log_ratio <= divergence.MAX_LOG_RATIO:
                 _refuse(f"max_log_ratio={self.max_log_ratio}", f"0 < max_log_ratio <= {divergence.MAX_LOG_RATIO} nats")
         if self.sampled and self.support != "full":

@@ -235,11 +235,11 @@ def parts(start: int, size: int, total: int, count: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where the positions went. Everything sums, or it is refused.
+    """Where the positions went. Everything sums and nothing is below 0, or it is refused.
 
     Attributes:
-        states: policy calls seen; usable: those that reach the loss; dropped: the others by reason.
-        reply_tokens: policy tokens of the usable states; by_class: loss positions by token class; left_out: reply
+        states: policy calls seen; usable: those that may carry loss; dropped: the others by reason.
+        reply_tokens: policy tokens of the branches that became rows; by_class: loss positions by token class; left_out: reply
             tokens without loss, by reason.
     """
 
@@ -255,7 +255,7 @@ class Ledger:
             (self.states, self.usable + sum(self.dropped.values()), "states = usable + dropped"),
             (self.reply_tokens, self.loss_positions + sum(self.left_out.values()), "reply tokens = loss + left out"),
         ):
-            if total != parts:
+            if total != parts or min(self.usable, *self.by_class.values(), *self.left_out.values(), *self.dropped.values()) < 0:
                 raise OpsdError(f"ledger: {total} against {parts}", names, "count each state and token under one reason")
 
     @property

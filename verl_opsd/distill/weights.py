@@ -19,7 +19,7 @@ Shape suffixes: N loss positions of one row, C loss positions of one chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,8 +117,8 @@ def turn_mask(turn_N: Tensor, keep: Iterable[int]) -> Tensor:
     return torch.isin(turn_N, torch.tensor(sorted(keep), dtype=turn_N.dtype)).to(torch.float32)
 
 
-def segment_mask(position_N: Tensor, segments: Iterable[tuple[int, int]]) -> Tensor:
-    """1.0 where the *scored* token (position + 1) lies in one of the half-open spans of the row."""
+def segment_mask(position_N: Tensor, segments: Iterable[Sequence[int]]) -> Tensor:
+    """1.0 where the *scored* token (position + 1) lies in one of the half-open spans of the row's tokens."""
     mask_N = torch.zeros(position_N.shape, dtype=torch.bool)
     for start, end in segments:
         mask_N |= (position_N + 1 >= start) & (position_N + 1 < end)

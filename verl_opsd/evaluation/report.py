@@ -77,7 +77,7 @@ def telemetry(folder: Path, epochs: int = 1) -> dict[str, Any]:
     sizes = [np.load(f)["divergence"].size for f in files]
     window, start, total = Telemetry(), 0, sum(sizes)
     for f, size in zip(files, sizes, strict=True):
-        values = dict(np.load(f))
+        values = {k: v for k, v in np.load(f).items() if v.ndim}
         labels = {
             "class": values["class"].astype(np.int64),
             "turn": bucket(values["turn"], TURNS),
@@ -122,37 +122,49 @@ def epoch_of(step_N: NDArray[Any], epochs: int) -> NDArray[np.int64]:
     return rank_N * epochs // len(steps) if len(steps) else rank_N
 
 
-def ledger(episodes: Iterable[Episode], folder: Path, loss: LossConfig) -> Ledger:
+def ledger(episodes: Iterable[Episode], run: RunDir, loss: LossConfig) -> Ledger:
     """Where the states and policy tokens went that rounds were trained on; tokens count once, in their first epoch.
 
     Args:
-        episodes: that the rounds in ``folder`` collected or took from a corpus.
+        episodes: that the rounds of ``run`` collected or took from a corpus.
 
     Raises:
-        OpsdError: the positions of the updates are not the policy tokens of the usable states.
+        OpsdError: the positions of the updates are not the policy tokens of the branches that became rows.
     """
     states = usable = reply_tokens = 0
     dropped: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
     for e in episodes:
+        no_row = run.left_out(e.episode_id) if e.scored else {}
         for turn in e.turns:
             states += 1
-            if not e.scored:
-                dropped[e.outcome] += 1
-            elif turn.kind not in loss.turn_kinds:
-                dropped[f"kind {turn.kind}"] += 1
-            else:
-                usable += 1
+            why = e.outcome if not e.scored else no_row.get(f"{turn.agent_id}/{turn.branch}")
+            if why is None and turn.kind == "summarizer":
+                why = "kind summarizer"
+            if why is None:
                 reply_tokens += len(turn.response_ids)
+                if turn.kind not in loss.turn_kinds:
+                    why = f"kind {turn.kind}"
+                elif loss.turns is not None and not any(a <= turn.turn < b for a, b in loss.turns):
+                    why = "outside turns"
+                if why is None:
+                    usable += 1
+                    continue
+                left_out[why] += len(turn.response_ids)
+            dropped[why] += 1
+    by_turn = sum(left_out.values())
     by_class: Counter[str] = Counter()
-    left_out: Counter[str] = Counter()
-    for f in sorted(folder.glob("*.npz")):
+    masked = 0
+    for f in sorted((run.path / "telemetry").glob("*.npz")):
         v = dict(np.load(f))
         first = epoch_of(v["step"], loss.epochs) == 0
         coef, weight, code = v["coef"][first], v["weight"][first], v["class"][first]
         inside = (coef != 0) & (weight != 0)
         by_class.update(TOKEN_CLASSES[int(c)] for c in code[inside])
-        left_out["coefficient 0"] += int((coef == 0).sum())
-        left_out["below the threshold"] += int(((coef != 0) & (weight == 0)).sum())
+        carried = int(v["carried"])
+        masked += coef.size - carried
+        left_out["below the threshold"] += carried - int(inside.sum())
+    left_out["weight 0"] += masked - by_turn
     return Ledger(states, usable, dict(dropped), reply_tokens, dict(by_class), {k: n for k, n in left_out.items() if n})
 
 
@@ -162,7 +174,7 @@ def ledger_or_cause(run: RunDir, opsd: OpsdConfig, episodes: Iterable[Episode]) 
     if not any(folder.glob("*.npz")):
         return {}
     try:
-        return dataclasses.asdict(ledger(trained_episodes(run, opsd, episodes), folder, opsd.loss))
+        return dataclasses.asdict(ledger(trained_episodes(run, opsd, episodes), run, opsd.loss))
     except OpsdError as error:
         return {"refused": str(error)}
 

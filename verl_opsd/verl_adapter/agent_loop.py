@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +17,14 @@ import torch
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 
-from verl_opsd.config import OpsdConfig
+from verl_opsd.config import LossConfig, OpsdConfig
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.grading import grade_pair
 from verl_opsd.cooperbench.harness import run_pair
 from verl_opsd.cooperbench.pair_briefs import agents_of, briefs_of
 from verl_opsd.cooperbench.prepare import load_prepared
 from verl_opsd.cooperbench.types import PairRun, PairTask
-from verl_opsd.distill.weights import class_weight, max_prefix, position_weight, prefix_weight
+from verl_opsd.distill.weights import class_weight, max_prefix, position_weight, prefix_weight, segment_mask, turn_mask
 from verl_opsd.errors import InfraFault
 from verl_opsd.paths import cache_dir
 from verl_opsd.privilege import Brief, ChatMarkers, NoBrief, ViewTooLong, none, require_unseen, teacher_view
@@ -32,7 +33,7 @@ from verl_opsd.tokens.branches import build_trajectories
 from verl_opsd.tokens.build_rows import build_row, prompt_response
 from verl_opsd.tokens.classes import token_classes
 from verl_opsd.tokens.gateway import Gateway, Generation
-from verl_opsd.tokens.records import TOKEN_CLASSES, Episode, Grade, Sampling, Trajectory
+from verl_opsd.tokens.records import TOKEN_CLASSES, Episode, Grade, Sampling, Trajectory, TurnRecord
 from verl_opsd.tokens.rows import padding_fields
 from verl_opsd.tokens.store import EpisodeStore
 from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder
@@ -130,8 +131,20 @@ def briefs_for(opsd: OpsdConfig, pair: PairTask, episode: Episode | None = None)
     return briefs_of(pair, brief.name, allow_answer=brief.allow_answer, files=brief.files, student_patch=patches)
 
 
-def training_row(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokenizer: Any) -> dict[str, torch.Tensor]:
-    """The row of one branch. ``opsd_coef`` holds static weights until the trainer divides by the global denominator.
+def kept_turns(loss: LossConfig, turns: Sequence[TurnRecord]) -> set[int]:
+    """Turns that carry loss: of a kind of ``turn_kinds``, and in one of the ranges ``turns``."""
+    ranges = [range(*span) for span in loss.turns] if loss.turns is not None else None
+    return {t.turn for t in turns if t.kind in loss.turn_kinds and (ranges is None or any(t.turn in r for r in ranges))}
+
+
+def training_row(
+    opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokenizer: Any, keep: set[int]
+) -> dict[str, torch.Tensor]:
+    """The row of one branch. ``opsd_coef`` holds static weights until the trainer divides by the global denominator; the anchor's are
+    1 at every policy position, also where those are 0.
+
+    Args:
+        keep: turns that carry loss (:func:`kept_turns`).
 
     Raises:
         OpsdError: the student's own first prompt holds text of the brief's answer.
@@ -153,7 +166,9 @@ def training_row(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokeniz
     anchor = torch.full((len(view.position),), float(opsd.loss.anchor > 0))
     row = build_row(trajectory, view, torch.ones_like(anchor), anchor)
     by_code = {TOKEN_CLASSES.index(name): w for name, w in dataclasses.asdict(opsd.loss.class_weights).items()}
-    row["opsd_coef"] *= class_weight(row["opsd_class"], by_code)
+    row["opsd_coef"] *= class_weight(row["opsd_class"], by_code) * turn_mask(row["opsd_turn"], keep)
+    if opsd.loss.segments is not None:
+        row["opsd_coef"] *= segment_mask(row["opsd_position"], opsd.loss.segments)
     if opsd.loss.turn_half_life is not None:
         row["opsd_coef"] *= position_weight(row["opsd_turn"], opsd.loss.turn_half_life)
     if opsd.loss.prefix_half_life is not None:
@@ -236,25 +251,25 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
         "clean_merge": int(grade.merge == "clean" and "skipped" not in grade.apply_status.values()),
     }
     outputs: list[AgentLoopOutput] = []
-    too_long = 0
+    left_out: dict[str, str] = {}
     for agent, brief in briefs_for(opsd, pair, episode).items():
+        turns = [t for t in episode.turns if t.agent_id == agent]
         if isinstance(brief, NoBrief):
             RunDir.from_env().evidence("no_brief", agent, None, True, f"{episode.episode_id}: {brief.what}")
+            left_out |= {f"{agent}/{t.branch}": "no brief" for t in turns}
             continue
-        turns = [t for t in episode.turns if t.agent_id == agent]
-        branches = build_trajectories(
-            turns, loss_kinds=opsd.loss.turn_kinds, classify=lambda ids: token_classes(ids.tolist(), tokenizer.decode)
-        )
+        keep = kept_turns(opsd.loss, turns)
+        branches = build_trajectories(turns, classify=lambda ids: token_classes(ids.tolist(), tokenizer.decode))
         for branch in branches:
             if not branch.loss_mask.any():
                 continue
             prompt, response, mask, logprobs = prompt_response(branch)
             try:
-                row = training_row(opsd, branch, brief, tokenizer)
+                row = training_row(opsd, branch, brief, tokenizer, keep)
             except ViewTooLong:
                 if opsd.brief.too_long == "refuse":
                     raise
-                too_long += 1
+                left_out[f"{agent}/{branch.branch}"] = "view too long"
                 continue
             outputs.append(
                 OpsdOutput(
@@ -269,10 +284,11 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
                     extra_fields=_extra(branch.model_version, info),
                 )
             )
-    if too_long:
-        RunDir.from_env().evidence(
-            "view_too_long", too_long, opsd.brief.max_view_tokens, True, f"branches of {episode.episode_id}"
-        )
+    if too_long := sum(reason == "view too long" for reason in left_out.values()):
+        where = f"branches of {episode.episode_id}"
+        RunDir.from_env().evidence("view_too_long", too_long, opsd.brief.max_view_tokens, True, where)
+    if pair.split == "train":
+        RunDir.from_env().write_left_out(episode.episode_id, left_out)
     return outputs or [_empty_row(tokenizer, grade.reward, info, episode.model_version)]
 
 

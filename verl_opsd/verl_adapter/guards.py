@@ -85,7 +85,8 @@ def teacher_control(trainer: Any, batch: KVBatchMeta) -> None:
 
 
 def _control(trainer: Any, batch: KVBatchMeta, teacher: str, shift: int, adapters: str) -> np.ndarray:
-    return torch.cat(divergences(trainer, batch, teacher, shift, adapters)).numpy()
+    """Sizes of the divergences: an estimate from one sampled token may have either sign, and its mean be 0 by chance."""
+    return np.abs(torch.cat(divergences(trainer, batch, teacher, shift, adapters)).numpy())
 
 
 def divergences(trainer: Any, batch: KVBatchMeta, teacher: str, shift: int, adapters: str) -> list[torch.Tensor]:

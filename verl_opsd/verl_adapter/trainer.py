@@ -270,7 +270,7 @@ class OpsdTrainer(PPOTrainerSync):
                 f"no position that carries loss in this round's {len(batch)} rows",
                 "an update needs loss positions",
                 "look at the episodes: every agent failed before its first reply (context limit), or opsd.loss.class_weights, "
-                "turn_kinds and max_prefix leave nothing",
+                "turn_kinds, turns, segments and max_prefix leave nothing",
             )
         groups = update_groups(batch.keys, carries, self.opsd.loss.episodes_per_update)
         rows = -(-max(map(len, groups)) // dp) * dp
@@ -395,7 +395,7 @@ class OpsdTrainer(PPOTrainerSync):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}")
         with temporary.open("wb") as f:
-            np.savez(f, **values)  # type: ignore[arg-type]
+            np.savez(f, carried=np.int64(self._loss_tokens), **values)  # type: ignore[arg-type]
         temporary.replace(path)
         threshold = self.opsd.loss.threshold
         if threshold is not None and threshold.taken == "current":  # gate and clip are never 0

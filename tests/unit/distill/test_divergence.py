@@ -171,10 +171,25 @@ def test_k3_is_never_negative(seed: int, scale: float) -> None:
     assert (divergence.k3(p, q, max_log_ratio=80.0) >= 0).all() and (divergence.k3(p, p) == 0).all()
 
 
-def test_exponentials_refuse_or_state_their_clip() -> None:
-    low, zero = torch.tensor([-100.0]), torch.tensor([0.0])
+def test_k3_refuses_or_pulls_as_at_its_clip() -> None:
+    """Beyond the clip L the value is the tangent there: k3(L) + (e^L - 1)(r - L), so its slope in log p stays -(e^L - 1)."""
+    logp, zero = torch.tensor([-100.0, -5.0, -4.0], requires_grad=True), torch.zeros(3)
     with pytest.raises(OpsdError, match=r"100\.0 nats"):
-        divergence.k3(low, zero)
-    with pytest.raises(OpsdError, match=r"100\.0 nats"):
-        divergence.policy_gradient(zero, zero, low, (0.5, 2.0))
-    assert divergence.k3(low, zero, max_log_ratio=5.0).item() == pytest.approx(math.exp(5) - 1 - 5)
+        divergence.k3(logp, zero)
+    value = divergence.k3(logp, zero, max_log_ratio=5.0)
+    want = [math.exp(5) - 1 - 5 + (math.exp(5) - 1) * 95, math.exp(5) - 1 - 5, math.exp(4) - 1 - 4]
+    assert value.tolist() == pytest.approx(want, rel=1e-6)
+    (grad,) = torch.autograd.grad(value.sum(), logp)
+    assert grad.tolist() == pytest.approx([-(math.exp(5) - 1), -(math.exp(5) - 1), -(math.exp(4) - 1)], rel=1e-6)
+
+
+def test_trust_looks_at_the_ratio_itself_and_nothing_overflows() -> None:
+    """Log-ratios 100, -100, ln 2 and a NaN under trust [0, e^50]: only the first is outside, and its gradient is 0 and no NaN."""
+    behaviour = torch.tensor([-100.0, 0.0, -math.log(2), math.nan])
+    logp = torch.tensor([0.0, -100.0, 0.0, 0.0], requires_grad=True)
+    value = divergence.policy_gradient(logp, torch.full((4,), -3.0), behaviour, (0.0, math.exp(50)))
+    (grad,) = torch.autograd.grad(value[:3].sum(), logp)
+    assert value[:3].tolist() == pytest.approx([0.0, 0.0, 2 * 3.0], abs=1e-30) and value[3].isnan()
+    assert grad[:3].tolist() == pytest.approx([0.0, 0.0, 6.0], abs=1e-30)
+    inside = divergence.policy_gradient(logp[:1], torch.full((1,), -3.0), torch.tensor([-40.0]), (0.0, math.exp(50)))
+    assert inside.item() == pytest.approx(3 * math.exp(40), rel=1e-5)  # no clip but the range of trust

@@ -81,6 +81,8 @@ def test_gate_and_product_by_formula() -> None:
         {"divergence": "policy_gradient"},
         {"divergence": "policy_gradient", "trust": (1.5, 2.0)},
         {"trust": (0.5, 2.0)},
+        {"divergence": "policy_gradient", "trust": (0.5, 1e39)},
+        {"divergence": "policy_gradient", "trust": (0.5, 2.0), "max_log_ratio": 5.0},
         {"max_log_ratio": 5.0},
         {"divergence": "k3", "max_log_ratio": 100.0},
         {"divergence": "k2", "support": "teacher_topk", "top_k": 5},

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from verl_opsd.config import LossConfig
+from verl_opsd.config import LossConfig, ThresholdConfig
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.report import ledger, rate, standings, telemetry
+from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade
 from verl_opsd.verl_adapter.guards import kl_rows
 
@@ -71,7 +72,11 @@ def save(folder, number, **columns):
         ("class", "turn", "turn_position", "position", "step"), [0] * n
     )
     columns = {"coef": [1 / n] * n, "agree": [1] * n} | default | columns
-    np.savez(folder / f"{number:05d}.npz", **{k: np.array(v, np.float32) for k, v in columns.items()})
+    carried = columns.pop("carried", None)
+    columns = {k: np.array(v, np.float32) for k, v in columns.items()}
+    carried = int((columns["coef"] != 0).sum()) if carried is None else carried
+    folder.mkdir(exist_ok=True)
+    np.savez(folder / f"{number:05d}.npz", carried=np.int64(carried), **columns)
 
 
 def test_groups_of_a_round_by_hand(tmp_path):
@@ -100,20 +105,67 @@ def test_groups_of_a_round_by_hand(tmp_path):
     assert (drift["mean"], drift["inside"], drift["outside"]) == pytest.approx((0.2, 0.1, 0.25), rel=1e-6)
 
 
-def turns(*kinds_and_lengths):
-    return tuple(SimpleNamespace(kind=k, response_ids=[0] * n) for k, n in kinds_and_lengths)
+def turns(*kinds_and_lengths, agent="agent1", branch=0):
+    return tuple(
+        SimpleNamespace(kind=k, response_ids=[0] * n, agent_id=agent, branch=branch, turn=i)
+        for i, (k, n) in enumerate(kinds_and_lengths)
+    )
+
+
+def scored(name, *of):
+    return SimpleNamespace(episode_id=name, scored=True, outcome="scored", turns=sum(of, ()))
 
 
 def test_ledger_counts_each_state_and_token_once(tmp_path):
-    save(tmp_path, 1, divergence=[1.0] * 6, coef=[1, 1, 0] * 2, weight=[1, 0, 1] * 2, step=[0] * 3 + [1] * 3)
-    good = SimpleNamespace(scored=True, outcome="scored", turns=turns(("policy", 2), ("malformed", 9), ("policy", 1)))
-    fault = SimpleNamespace(scored=False, outcome="infra:engine_died", turns=turns(("policy", 5)))
-    found = ledger([good, fault], tmp_path, LossConfig(turn_kinds=("policy",), epochs=2))
-    assert (found.states, found.usable, found.reply_tokens, found.loss_positions) == (4, 2, 3, 1)
+    """Two epochs over policy, malformed and policy replies of 2, 3 and 1 tokens; the malformed one carries no loss."""
+    save(
+        tmp_path / "telemetry",
+        1,
+        divergence=[1.0] * 12,
+        coef=[1, 1, 0, 0, 0, 0] * 2,
+        weight=[1, 0, 1, 1, 1, 1] * 2,
+        step=[0] * 6 + [1] * 6,
+        carried=2,
+    )
+    good = scored("e", turns(("policy", 2), ("malformed", 3), ("policy", 1)))
+    fault = SimpleNamespace(episode_id="f", scored=False, outcome="infra:engine_died", turns=turns(("policy", 5)))
+    found = ledger([good, fault], RunDir(tmp_path), LossConfig(turn_kinds=("policy",), epochs=2))
+    assert (found.states, found.usable, found.reply_tokens, found.loss_positions) == (4, 2, 6, 1)
     assert found.dropped == {"kind malformed": 1, "infra:engine_died": 1}
-    assert found.left_out == {"coefficient 0": 1, "below the threshold": 1} and found.by_class == {"think": 1}
-    with pytest.raises(OpsdError, match="reply tokens"):  # a token that was sampled and is nowhere
-        ledger([good], tmp_path, LossConfig(turn_kinds=("policy", "malformed"), epochs=2))
+    assert found.left_out == {"kind malformed": 3, "weight 0": 1, "below the threshold": 1} and found.by_class == {"think": 1}
+    longer = scored("g", turns(("policy", 2)))
+    with pytest.raises(OpsdError, match="reply tokens"):  # tokens that were sampled and are nowhere
+        ledger([good, longer], RunDir(tmp_path), LossConfig(turn_kinds=("policy",), epochs=2))
+    with pytest.raises(OpsdError, match="ledger"):  # fewer positions masked than turns left out
+        ledger([good], RunDir(tmp_path), LossConfig(turn_kinds=("malformed",), turns=((1, 1),), epochs=2))
+
+
+def test_ledger_of_branches_that_became_no_row(tmp_path):
+    """agent1's second branch was too long for the teacher, agent2 had no brief; a summary is context; turns 0 and 1 alone train."""
+    run = RunDir(tmp_path)
+    save(tmp_path / "telemetry", 1, divergence=[1.0] * 6, coef=[1, 1, 1, 1, 1, 0])
+    e = scored(
+        "e",
+        turns(("policy", 2), ("policy", 3), ("policy", 1), ("summarizer", 7)),
+        turns(("policy", 9), branch=1),
+        turns(("policy", 8), ("malformed", 4), agent="agent2"),
+    )
+    run.write_left_out("e", {"agent1/1": "view too long", "agent2/0": "no brief"})
+    found = ledger([e], run, LossConfig(turns=((0, 2),)))
+    assert (found.states, found.usable, found.reply_tokens, found.loss_positions) == (7, 2, 6, 5)
+    assert found.dropped == {"view too long": 1, "no brief": 2, "kind summarizer": 1, "outside turns": 1}
+    assert found.left_out == {"outside turns": 1}
+    run.write_left_out("e", {})  # another attempt at the same episode left nothing out
+    with pytest.raises(OpsdError, match="reply tokens"):
+        ledger([e], run, LossConfig(turns=((0, 2),)))
+
+
+def test_ledger_tells_a_threshold_at_collection_from_a_weight_of_0(tmp_path):
+    """Of 5 positions 4 carried weight before the threshold took 3 of them out."""
+    save(tmp_path / "telemetry", 1, divergence=[1.0] * 5, coef=[0, 0, 0.25, 0, 0], carried=4)
+    loss = LossConfig(threshold=ThresholdConfig(0.05, "collection"))
+    found = ledger([scored("e", turns(("policy", 5)))], RunDir(tmp_path), loss)
+    assert found.left_out == {"weight 0": 1, "below the threshold": 3} and found.loss_positions == 1
 
 
 def test_publish_divergence_is_the_definition():

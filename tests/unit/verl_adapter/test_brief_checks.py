@@ -177,6 +177,8 @@ def test_branches_whose_view_is_too_long_are_left_out_and_recorded(student, tmp_
     limited = {"name": "peer_spec", "max_view_tokens": longest[0], "too_long": "leave_out"}
     assert len(rows(config(limited), made, tokenizer)) == 1
     assert evidence(tmp_path) == [("view_too_long", 1)]
+    (short,) = {"agent1/0", "agent2/0"} - set(RunDir(tmp_path).left_out("e"))
+    assert RunDir(tmp_path).left_out("e") == {x: "view too long" for x in ("agent1/0", "agent2/0") if x != short}
     with pytest.raises(OpsdError, match="never truncated"):
         rows(config(limited | {"too_long": "refuse"}), made, tokenizer)
     assert (
@@ -190,6 +192,9 @@ def test_hindsight_gives_rows_to_agents_with_edits_only(student, tmp_path, monke
     made, tokenizer = episode(student, patch)
     assert len(rows(config({"name": "hindsight_gold", "allow_answer": True}), made, tokenizer)) == 1
     assert evidence(tmp_path) == [("no_brief", "agent2")]
+    assert RunDir(tmp_path).left_out("e") == {"agent2/0": "no brief"}
+    assert len(rows(config({"name": "peer_spec"}), made, tokenizer)) == 2
+    assert RunDir(tmp_path).left_out("e") == {}  # the same episode again: what was recorded is replaced
 
 
 def test_evaluation_rows_carry_no_brief(student, tmp_path):

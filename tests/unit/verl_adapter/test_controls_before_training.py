@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from verl_opsd.config import BriefConfig, GatesConfig
 from verl_opsd.errors import OpsdError
@@ -40,3 +41,21 @@ def test_gates(brief, identity, shifted, effect, failing, tmp_path, monkeypatch)
     lines = [json.loads(x) for x in (tmp_path / "evidence.jsonl").read_text().splitlines()]
     assert [x["gate"] for x in lines if x["verdict"] == "fail"] == ([failing] if failing else [])
     assert failing or [x["gate"] for x in lines] == ["identity", "identity_shifted", "brief_effect"]
+
+
+@pytest.mark.parametrize(
+    ("own", "failing"), [([0.0, 0.0], None), ([1e-3, -1e-3], "identity"), ([float("nan"), 0.0], "identity")]
+)
+def test_estimates_of_either_sign_are_judged_by_their_size(own, failing, tmp_path, monkeypatch):
+    """One sampled token's estimates may cancel: their mean says nothing."""
+    values = {("own", 0): own, ("own", 1): [0.5, -0.5], ("view", 0): [0.1, -0.1]}
+    monkeypatch.setattr(guards, "_sample", lambda trainer, batch: batch)
+    monkeypatch.setattr(
+        guards, "divergences", lambda trainer, batch, teacher, shift, adapters: [torch.tensor(values[teacher, shift])]
+    )
+    trainer = SimpleNamespace(opsd=SimpleNamespace(gates=GATES, brief=BriefConfig("peer_spec")), run_dir=RunDir(tmp_path))
+    if failing is None:
+        guards.identity_control(trainer, None)
+    else:
+        with pytest.raises(OpsdError, match=f"gate {failing}:"):
+            guards.identity_control(trainer, None)

@@ -71,8 +71,9 @@ def test_estimators_that_do_not_lead_to_the_teacher_are_no_choice_of_a_run(name:
 
 
 def test_sampled_estimators_state_their_range_and_clip() -> None:
-    spec = LossConfig(divergence="policy_gradient", trust=(0.5, 2.0), max_log_ratio=20.0).spec()
-    assert (spec.trust, spec.max_log_ratio, spec.sampled) == ((0.5, 2.0), 20.0, True)
+    spec = LossConfig(divergence="policy_gradient", trust=(0.5, 2.0)).spec()
+    assert (spec.trust, spec.max_log_ratio, spec.sampled) == ((0.5, 2.0), None, True)
+    assert LossConfig(divergence="k3", max_log_ratio=20.0).spec().max_log_ratio == 20.0
     for wrong in ({}, {"trust": (0.5,)}, {"trust": (2.0, 0.5)}):
         with pytest.raises(OpsdError, match="trust"):
             LossConfig(divergence="policy_gradient", **wrong).spec()

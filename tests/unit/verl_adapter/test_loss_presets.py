@@ -22,7 +22,7 @@ NAMED = {
     "topk_union": LossSpec(support="union_topk", top_k=20),
     "masked_005": LossSpec(weights=(Threshold(0.05),)),
     "gated": LossSpec(weights=(SurprisalGate(1.0, -4.0),)),
-    "sampled_pg": LossSpec("policy_gradient", trust=(0.5, 2.0), max_log_ratio=20.0),
+    "sampled_pg": LossSpec("policy_gradient", trust=(0.5, 2.0)),
 }
 
 
