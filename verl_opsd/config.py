@@ -238,6 +238,7 @@ class OpsdConfig:
     Attributes:
         varies: the one field of the contract in which a corpus, or the jobs of a sweep, may differ; null: none.
         threads: threads of each worker process on the host processor; null: Ray's default, one, or OMP_NUM_THREADS.
+        predictions: file of predictions (``evidence.predictions``), written down before anything starts.
     """
 
     recipe: str
@@ -255,6 +256,7 @@ class OpsdConfig:
     corpus: str | None = None
     varies: str | None = None
     threads: int | None = None
+    predictions: str | None = None
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> OpsdConfig:

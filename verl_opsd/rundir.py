@@ -2,7 +2,8 @@
 
 meta.json            versions, devices, command, resolved config
 contract.json        the frozen evaluation contract of this run
-evidence.jsonl       append-only: every gate with its threshold, value and verdict
+evidence.jsonl       append-only: every gate with its threshold, value and verdict, and the hashes of what was graded;
+                     each line holds the hash of the one before (verl_opsd.evidence)
 episodes/            turns, episodes and grades (Parquet)
 left_out/            branches of an episode that became no row, with the reason; nothing where all of them did
 stages/              one manifest a stage, with its seconds and the hashes of its inputs and outputs
@@ -19,10 +20,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_opsd.contract import EvalContract
 from verl_opsd.errors import OpsdError
+from verl_opsd.evidence.chain import append
+from verl_opsd.evidence.graded import record_episode
+
+if TYPE_CHECKING:
+    from verl_opsd.tokens.records import Episode
+    from verl_opsd.tokens.store import EpisodeStore
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -69,6 +76,11 @@ class RunDir:
     def report(self) -> Path:
         return self.path / "report.json"
 
+    def store_episode(self, store: EpisodeStore, episode: Episode) -> None:
+        """Writes an episode, then the hashes of its files to the log: a grade that is changed later is told by them."""
+        store.write(episode)
+        record_episode(self.path, episode.episode_id, episode.model_version, episode.outcome)
+
     def started(self) -> float:
         """Seconds since the epoch when the preparation of the run began."""
         return float(json.loads((self.path / "meta.json").read_text())["started"])
@@ -78,17 +90,8 @@ class RunDir:
         return EvalContract.from_dict(json.loads((self.path / "contract.json").read_text()))
 
     def evidence(self, gate: str, value: Any, threshold: Any, passed: bool, detail: str = "") -> None:
-        """Appends one verdict; a line is written with a single call, so that concurrent writers don't interleave."""
-        line = {
-            "time": time.time(),
-            "gate": gate,
-            "value": value,
-            "threshold": threshold,
-            "verdict": "pass" if passed else "fail",
-            "detail": detail,
-        }
-        with (self.path / "evidence.jsonl").open("a") as f:
-            f.write(json.dumps(line) + "\n")
+        """Appends one verdict to the log (``evidence.chain``); writers in any process wait for one another."""
+        append(self.path, gate, value, threshold, "pass" if passed else "fail", detail)
 
     def write_left_out(self, episode_id: str, reasons: dict[str, str]) -> None:
         """Records which branches of an episode became no row and why, by ``AGENT/BRANCH``; replaces what an earlier attempt left."""

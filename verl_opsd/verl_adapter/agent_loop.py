@@ -194,7 +194,7 @@ class OpsdPairLoop(AgentLoopBase):
             episode, fault = await self._episode(rt, pair, episode_id)
         # Rows come before the record: an episode that can't become rows is not on record, and the trainer misses it.
         outputs = episode_outputs(rt.opsd, pair, episode, self.tokenizer) if fault is None else []
-        await asyncio.get_running_loop().run_in_executor(rt.grading, rt.store.write, episode)
+        await asyncio.get_running_loop().run_in_executor(rt.grading, rt.run.store_episode, rt.store, episode)
         if fault is not None:
             raise fault
         return outputs

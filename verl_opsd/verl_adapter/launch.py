@@ -19,6 +19,7 @@ from verl_opsd.config import OpsdConfig
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
+from verl_opsd.evidence.predictions import write_down
 from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.verl_adapter.brief_checks import check_briefs, check_worth, record_briefs, record_worth
@@ -217,6 +218,8 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     record_briefs(run, opsd, briefs)
     if worth is not None:
         record_worth(run, *worth)
+    if opsd.predictions is not None:
+        write_down(run.path, Path(opsd.predictions).expanduser())
     print(
         f"verl-opsd: contract {contract.hash[:12]}, {len(train)} training pairs, {len(evaluation)} evaluation pairs", flush=True
     )

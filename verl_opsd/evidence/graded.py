@@ -1,0 +1,59 @@
+"""What was graded: the hashes of each stored episode's files stand in the log, and are compared with the files later."""
+
+from __future__ import annotations
+
+import hashlib
+import urllib.parse
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from verl_opsd.evidence.chain import append
+
+#: Name of the lines that hold an episode's hashes.
+EPISODE = "episode"
+FILES = ("turns", "grades", "episodes")
+
+#: ``whole``: the files are those that were graded. ``altered``: they are others. ``gone``: they are not there.
+#: ``unrecorded``: they are there, and the log doesn't know them.
+State = Literal["whole", "altered", "gone", "unrecorded"]
+
+
+def record_episode(run: Path, episode_id: str, version: int, outcome: str) -> None:
+    """Appends the hashes of a stored episode's files, and the policy version that acted, to the log of ``run``."""
+    hashes = _hashes(run / "episodes" / _name(episode_id))
+    append(run, EPISODE, {"episode": episode_id, "version": version, **hashes}, None, "recorded", outcome)
+
+
+def check_episodes(run: Path, log: Iterable[Mapping[str, Any]]) -> dict[str, tuple[State, str]]:
+    """Episode id -> its state and what is wrong ("" where nothing is). Episodes that a restart moved to ``interrupted/`` are
+    looked up there."""
+    known = {x["value"]["episode"]: x["value"] for x in log if x["gate"] == EPISODE}
+    folders = {urllib.parse.unquote(p.name): p for p in _folders(run / "episodes")}
+    aside = {urllib.parse.unquote(p.name): p for p in run.glob("interrupted/*/episodes/*") if p.is_dir()}
+    states: dict[str, tuple[State, str]] = {}
+    for episode_id, hashes in known.items():
+        folder = folders.get(episode_id, aside.get(episode_id))
+        if folder is None:
+            states[episode_id] = ("gone", "its files are gone: what was computed from them can't be verified")
+            continue
+        now = _hashes(folder)
+        changed = [f"{name}.parquet" for name in FILES if now.get(name) != hashes.get(name)]
+        states[episode_id] = ("altered", f"{', '.join(changed)} not as graded") if changed else ("whole", "")
+    for episode_id in folders.keys() - known.keys():
+        states[episode_id] = ("unrecorded", "the log does not know it: added by hand, or its writer was killed")
+    return states
+
+
+def _folders(store: Path) -> list[Path]:
+    return [p for p in store.iterdir() if p.is_dir() and not p.name.startswith(".")] if store.is_dir() else []
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    paths = ((name, folder / f"{name}.parquet") for name in FILES)
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths if path.is_file()}
+
+
+def _name(episode_id: str) -> str:
+    name = urllib.parse.quote(episode_id, safe="")
+    return f"%2E{name[1:]}" if name.startswith(".") else name
