@@ -87,12 +87,17 @@ async def random_conversation(rng: random.Random, calls: int) -> tuple[tuple[Tur
     """One agent that meets what the harness does: tool results, peer messages, format errors, compaction, rewrites."""
     engine = StubEngine(rng=rng)
     session = make_gateway(engine).session("e", "agent1")
+    await converse(session, rng, calls)
+    return session.records(), engine
+
+
+async def converse(session, rng: random.Random, calls: int) -> None:
+    """The calls of :func:`random_conversation`; ``session`` has the methods ``chat`` and ``mark``."""
 
     def words() -> str:
         return " ".join(str(rng.randint(10, 99)) for _ in range(rng.randint(1, 4)))
 
     tools = [{"name": "bash"}] if rng.random() < 0.5 else None
-    tools = None if tools is None else tools
     history = [{"role": "system", "content": words()}, {"role": "user", "content": words()}]
     for _ in range(calls):
         event = rng.random()
@@ -116,4 +121,3 @@ async def random_conversation(rng: random.Random, calls: int) -> tuple[tuple[Tur
         history += [{"role": "tool", "tool_call_id": "c", "content": words()} for _ in range(rng.randint(1, 2))]
         if rng.random() < 0.3:
             history.append({"role": "user", "content": words()})  # a peer's message
-    return session.records(), engine

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
@@ -20,15 +20,18 @@ import numpy as np
 
 from verl_opsd.contract import EvalContract
 from verl_opsd.errors import InfraFault, OpsdError
+from verl_opsd.tokens.boundary import Message, canonical, check_reply
 from verl_opsd.tokens.records import ForkReason, Sampling, TurnKind, TurnRecord
 
-Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
-ROLES = ("system", "user", "assistant", "tool")
 
 
 class ContextOverflow(OpsdError):
     """The prompt and the longest allowed reply do not fit into the contract's context; the engine was not called."""
+
+
+class SessionBusy(OpsdError):
+    """A second call of a session while one is running."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,13 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Reply:
-    """Answer to one call: an OpenAI assistant message, the turn's number, and tokens read and written."""
+    """Answer to one call: an OpenAI assistant message, the turn's number, tokens read and written, why it ended."""
 
     message: dict[str, Any]
     turn: int
     prompt_tokens: int
     completion_tokens: int
+    stop_reason: str = "stop"
 
 
 class Engine(Protocol):
@@ -126,7 +130,7 @@ class Gateway:
 class _Branch:
     """Ids and messages along one branch. ``replies``: (messages, ids) known just after each own reply, in order."""
 
-    ids: list[int]
+    ids: list[int]  # only ever appended to
     messages: list[dict[str, Any]]
     tools: Tools
     parent: int = -1
@@ -134,13 +138,23 @@ class _Branch:
     reason: ForkReason = "start"
     n_prompt: int = 0
     replies: list[tuple[int, int]] = field(default_factory=list)
+    _packed: array[int] = field(default_factory=lambda: array("i"))
+
+    def common(self, other: np.ndarray) -> int:
+        """Leading ids that are those of ``other``; int32. Packs what was appended since the last call."""
+        self._packed.extend(self.ids[len(self._packed) :])
+        mine = np.frombuffer(self._packed, np.int32)
+        n = min(len(mine), len(other))
+        different = np.flatnonzero(mine[:n] != other[:n])
+        return int(different[0]) if len(different) else n
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A call's prompt, ``start`` ids of it known; ``branch`` will hold it, ``fork`` is that branch if it is new."""
+    """A call whose prompt ends with the ids ``new``, after ``start`` known ones; ``branch`` will hold it, ``fork`` is that
+    branch if it is new."""
 
-    prompt: list[int]
+    new: list[int]
     start: int
     branch: int
     fork: _Branch | None
@@ -166,19 +180,19 @@ class Session:
 
         Raises:
             ContextOverflow: prompt plus the contract's max_tokens exceed its context_length. The session is unchanged.
-            OpsdError: bad messages, or another call of this session is running.
+            OpsdError: bad messages. SessionBusy: another call of this session is running.
             InfraFault: ``engine_died`` or ``engine_bad_reply`` (the session is unchanged), ``parser_died`` (the turn is
                 recorded as malformed).
         """
         if self._busy:
-            raise OpsdError(
+            raise SessionBusy(
                 f"a second call of {self.episode_id}/{self.agent_id} while one is running",
                 "a session answers one call at a time",
                 "wait for the reply, or open one session for each agent",
             )
         self._busy = True
         try:
-            return await self._chat([_canonical(m) for m in messages], tools, kind)
+            return await self._chat([canonical(m) for m in messages], tools, kind)
         finally:
             self._busy = False
 
@@ -188,6 +202,11 @@ class Session:
         if not 0 <= turn < len(self._turns):
             raise OpsdError(f"turn {turn}", f"turns are 0..{len(self._turns) - 1}", "pass Reply.turn of the turn to mark")
         self._turns[turn] = dataclasses.replace(self._turns[turn], kind=kind)
+
+    def prompt_ids(self, turn: int) -> list[int]:
+        """Ids that the model read in a recorded turn."""
+        record = self._turns[turn]
+        return self._branches[record.branch].ids[: record.prompt_len]
 
     def records(self) -> tuple[TurnRecord, ...]:
         """The turns so far, in order."""
@@ -203,43 +222,58 @@ class Session:
             )
         gateway, turn = self.gateway, len(self._turns)
         plan = self._plan(messages, tools, kind)
+        branch = plan.fork or self._branches[plan.branch]
+        prompt_len = plan.start + len(plan.new)
         limit, sampling = gateway.contract.context_length, gateway.sampling
-        if len(plan.prompt) + sampling.max_tokens > limit:
+        where = f"turn {turn} of {self.episode_id}/{self.agent_id}"
+        if prompt_len + sampling.max_tokens > limit:
             raise ContextOverflow(
-                f"turn {turn} of {self.episode_id}/{self.agent_id}: prompt of {len(plan.prompt)} tokens with "
-                f"max_tokens={sampling.max_tokens}",
+                f"{where}: prompt of {prompt_len} tokens with max_tokens={sampling.max_tokens}",
                 f"prompt and reply fit into contract.context_length={limit}; nothing is truncated",
                 "end the episode, turn compaction on, or use a contract with a longer context",
             )
         t_start = gateway.clock()
         try:
             generation = await gateway.engine.generate(
-                plan.prompt.copy(), session=f"{self.episode_id}/{self.agent_id}", turn=turn, sampling=sampling
+                branch.ids + plan.new, session=f"{self.episode_id}/{self.agent_id}", turn=turn, sampling=sampling
             )
         except InfraFault:
             raise
         except Exception as error:
             raise InfraFault(
                 "engine_died",
-                f"turn {turn} of {self.episode_id}/{self.agent_id}: {type(error).__name__}: {error}",
+                f"{where}: {type(error).__name__}: {error}",
                 "an engine answers every call; a dead one ends the episode as an infrastructure fault",
                 "see the cause below and the engine's log; restart the engine and collect the episode again",
             ) from error
         t_end = gateway.clock()
-        _check_generation(generation, sampling, f"turn {turn} of {self.episode_id}/{self.agent_id}")
-        branch = self._commit(plan, messages, generation)
+        check_reply(generation.token_ids, generation.logprobs, sampling.max_tokens, where)
+        fault: Exception | None = None
+        content, calls = "", list[ToolCall]()
+        try:
+            content, calls = await gateway.parser.parse(list(generation.token_ids), tools)
+        except Exception as error:
+            fault = error
+        # From here on nothing waits: a call is recorded as a whole, or (cancelled) not at all.
+        if plan.fork is not None:
+            self._branches.append(plan.fork)
+        branch.ids += plan.new
+        branch.ids += generation.token_ids
+        branch.messages.extend(copy.deepcopy(m) for m in messages[len(branch.messages) :])
+        branch.n_prompt = len(messages)
+        self._last = plan.branch
         self._turns.append(
             TurnRecord(
                 episode_id=self.episode_id,
                 agent_id=self.agent_id,
                 turn=turn,
-                branch=self._last,
+                branch=plan.branch,
                 start=plan.start,
-                new_ids=np.asarray(plan.prompt[plan.start :], np.int32),
+                new_ids=np.asarray(plan.new, np.int32),
                 response_ids=np.asarray(generation.token_ids, np.int32),
                 response_logprobs=np.asarray(generation.logprobs, np.float32),
                 stop_reason=generation.stop_reason,
-                kind=kind,
+                kind="malformed" if fault else kind,
                 sampling=sampling,
                 model_version=generation.model_version,
                 contract_hash=gateway.contract_hash,
@@ -250,16 +284,13 @@ class Session:
                 fork_reason=branch.reason,
             )
         )
-        try:
-            content, calls = await gateway.parser.parse(list(generation.token_ids), tools)
-        except Exception as error:
-            self.mark(turn, "malformed")
+        if fault is not None:
             raise InfraFault(
                 "parser_died",
-                f"turn {turn} of {self.episode_id}/{self.agent_id}: {type(error).__name__}: {error}",
+                f"{where}: {type(fault).__name__}: {fault}",
                 "a reply parser answers every reply; a malformed tool call is no call, not an exception",
                 f"correct the parser (contract.tool_parser={gateway.contract.tool_parser!r})",
-            ) from error
+            ) from fault
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
             message["tool_calls"] = [
@@ -272,79 +303,56 @@ class Session:
             ]
         branch.messages.append(copy.deepcopy(message))
         branch.replies.append((len(branch.messages), len(branch.ids)))
-        return Reply(message, turn, len(plan.prompt), len(generation.token_ids))
+        return Reply(message, turn, prompt_len, len(generation.token_ids), generation.stop_reason)
 
     def _plan(self, messages: list[dict[str, Any]], tools: Tools, kind: TurnKind) -> _Plan:
         """Finds the known reply that the call continues from; without one the prompt is rendered whole."""
-        builder = self.gateway.builder
-        common = [_common(b.messages, messages) if b.tools == tools else 0 for b in self._branches]
-        known = [(n, i, length) for i, b in enumerate(self._branches) for n, length in b.replies if n <= common[i]]
-        if known:
-            # The longest known conversation; among equals the one whose branch can simply be appended to.
-            n, i, length = max(known, key=lambda k: (k[0], k[2] == len(self._branches[k[1]].ids), k[1]))
-            source = self._branches[i]
-            ids = source.ids[:length]
-            prompt = ids + builder.extend(source.messages[:n], messages, ids, tools)
-            if length == len(source.ids):
-                return _Plan(prompt, length, i, None)
+        builder, source = self.gateway.builder, self._continued(messages, tools)
+        if source >= 0:
+            branch = self._branches[source]
+            n, length = _known(branch, messages)
+            ids = branch.ids if length == len(branch.ids) else branch.ids[:length]
+            new = builder.extend(branch.messages[:n], messages, ids, tools)
+            if ids is branch.ids:
+                return _Plan(new, length, source, None)
+            prompt = ids + new
         else:
             prompt = builder.initial(messages, tools)
         fork = _Branch([], [], copy.deepcopy(tools))
         if self._branches:
-            array = np.asarray(prompt, np.int32)
-            lengths = [_common_ids(np.asarray(b.ids, np.int32), array) for b in self._branches]
+            packed = np.frombuffer(array("i", prompt), np.int32)  # several times faster than asarray of a list
+            lengths = [b.common(packed) for b in self._branches]
             fork.parent = max(range(len(lengths)), key=lambda i: (lengths[i], i == self._last, i))
             fork.fork_position = lengths[fork.parent]
-            fork.reason = self._fork_reason(messages, common[self._last], kind)
-        return _Plan(prompt, fork.fork_position, len(self._branches), fork)
+            fork.reason = self._fork_reason(messages, tools, kind)
+        start = fork.fork_position
+        fork.ids = prompt[:start]
+        return _Plan(prompt[start:], start, len(self._branches), fork)
 
-    def _fork_reason(self, messages: list[dict[str, Any]], common: int, kind: TurnKind) -> ForkReason:
+    def _continued(self, messages: list[dict[str, Any]], tools: Tools) -> int:
+        """The branch with the longest known conversation that the call continues; -1 without one. Among equals it is one
+        that can simply be appended to. A branch that can't win is not compared: work does not grow with the branches."""
+        best, found = (0, False, -1), -1
+        last = self._last
+        for i in sorted(range(len(self._branches)), key=lambda i: (i == last, i), reverse=True):
+            branch = self._branches[i]
+            if branch.tools != tools or not branch.replies or (branch.replies[-1][0], True, i) < best:
+                continue
+            n, length = _known(branch, messages)
+            if n and (n, length == len(branch.ids), i) > best:
+                best, found = (n, length == len(branch.ids), i), i
+        return found
+
+    def _fork_reason(self, messages: list[dict[str, Any]], tools: Tools, kind: TurnKind) -> ForkReason:
         """``compaction``: the call is a summarizer or follows one. ``retry``: the last reply alone was dropped."""
         if kind == "summarizer" or self._turns[-1].kind == "summarizer":
             return "compaction"
         last = self._branches[self._last]
+        common = _common(last.messages, messages) if last.tools == tools else 0
         if common != last.n_prompt:
             return "template_rewrite"
         replaced = len(messages) > common and messages[common]["role"] == "assistant"
         return "template_rewrite" if replaced else "retry"
-
-    def _commit(self, plan: _Plan, messages: list[dict[str, Any]], generation: Generation) -> _Branch:
-        """Appends the prompt's new part and the reply to its branch."""
-        if plan.fork is not None:
-            self._branches.append(plan.fork)
-            plan.fork.ids = plan.prompt.copy()
-        else:
-            branch = self._branches[plan.branch]
-            branch.ids.extend(plan.prompt[len(branch.ids) :])
-        self._last = plan.branch
-        branch = self._branches[plan.branch]
-        branch.messages.extend(copy.deepcopy(m) for m in messages[len(branch.messages) :])
-        branch.n_prompt = len(messages)
-        branch.ids.extend(generation.token_ids)
-        return branch
-
-
-def _canonical(message: Message) -> dict[str, Any]:
-    """The parts of a message that a prompt can hold: no ``extra``, no None, content always text.
-
-    Raises:
-        OpsdError: a role that is not the model's (``exit``), or content that is not text.
-    """
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        raise OpsdError(
-            f"a message of role {role!r}",
-            f"a model reads messages of the roles {', '.join(ROLES)}",
-            "drop the harness's own messages (role exit) before the call",
-        )
-    if not isinstance(content, str | None):
-        raise OpsdError(
-            f"a {role} message with content of type {type(content).__name__}",
-            "content is text",
-            "give the message's text as one string",
-        )
-    rest = {k: v for k, v in message.items() if v is not None and k != "extra" and (k != "tool_calls" or v)}
-    return {**rest, "role": role, "content": content or ""}
 
 
 def _check_kind(kind: str) -> None:
@@ -360,29 +368,7 @@ def _common(known: list[dict[str, Any]], messages: list[dict[str, Any]]) -> int:
     return min(len(known), len(messages))
 
 
-def _common_ids(a: np.ndarray, b: np.ndarray) -> int:
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
-
-
-def _check_generation(generation: Generation, sampling: Sampling, where: str) -> None:
-    ids, logprobs = generation.token_ids, generation.logprobs
-    problem = ""
-    if not ids:
-        problem = "no token ids"
-    elif len(ids) != len(logprobs):
-        problem = f"{len(ids)} ids with {len(logprobs)} log-probabilities"
-    elif len(ids) > sampling.max_tokens:
-        problem = f"{len(ids)} ids where at most {sampling.max_tokens} were asked for"
-    elif any(isinstance(t, bool) or t != int(t) or t < 0 for t in ids):
-        problem = "token ids that are not non-negative integers"
-    elif not all(math.isfinite(x) for x in logprobs):
-        problem = f"log-probability {next(x for x in logprobs if not math.isfinite(x))}"
-    if problem:
-        raise InfraFault(
-            "engine_bad_reply",
-            f"{where}: the engine gave {problem}",
-            "a reply has at least one id and a finite log-probability for each",
-            "check the engine's log-probability settings and its weights",
-        )
+def _known(branch: _Branch, messages: list[dict[str, Any]]) -> tuple[int, int]:
+    """(messages, ids) just after the last reply of the branch that ``messages`` still holds; (0, 0) without one."""
+    common = _common(branch.messages, messages)
+    return next((reply for reply in reversed(branch.replies) if reply[0] <= common), (0, 0))

@@ -257,6 +257,58 @@ def test_one_call_at_a_time_and_free_again_after_cancellation():
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("where", ["engine", "parser"])
+def test_a_cancelled_call_leaves_nothing(where):
+    """Cancelled while the engine samples, or after that while the reply is read: no turn, no branch, no message."""
+
+    async def go():
+        gateway = make_gateway(StubEngine([[20, END], [21, END]]))
+        waiting, part, method = asyncio.Event(), getattr(gateway, where), "generate" if where == "engine" else "parse"
+        real = getattr(part, method)
+
+        async def slow(*args, **kwargs):
+            waiting.set()
+            await asyncio.sleep(60)
+
+        setattr(part, method, slow)
+        session = gateway.session("e", "a")
+        call = asyncio.create_task(session.chat([SYS, TASK]))
+        await waiting.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert session.records() == ()
+        setattr(part, method, real)
+        await session.chat([SYS, TASK])
+        (only,) = session.records()
+        assert (only.turn, only.branch, only.fork_reason, only.new_ids.tolist()) == (0, 0, "start", PROMPT)
+
+    asyncio.run(go())
+
+
+def test_work_of_a_call_does_not_grow_with_dropped_replies():
+    """64k tokens, then 40 refused replies: each is a branch, and the last ones cost what the first ones did."""
+    session = make_gateway(StubEngine(), max_tokens=16).session("e", "a")
+    history = [SYS, user(" ".join(["44"] * 64_000))]
+    history = [*history, run(session, history)[0].message]
+
+    async def go():
+        nonlocal history
+        times = []
+        for i in range(40):
+            history = [*history, user(str(10 + i))]
+            begin = time.process_time()
+            reply = await session.chat(history)
+            times.append(time.process_time() - begin)
+            session.mark(reply.turn, "malformed")
+        return times
+
+    times = asyncio.run(go())
+    assert {t.fork_reason for t in session.records()[2:]} == {"retry"} and session.records()[-1].branch == 39
+    print(f"a fork at 64k tokens: {1e3 * min(times[1:9]):.1f} ms with few branches, {1e3 * min(times[-8:]):.1f} ms with 40")
+    assert min(times[-8:]) <= 10e-3
+
+
 def test_stripped_thinking_and_unknown_turns_are_refused():
     gateway = make_gateway(StubEngine())
     with pytest.raises(OpsdError, match="thinking"):
