@@ -64,11 +64,15 @@ class TeacherConfig:
     """Who re-scores the student's tokens.
 
     ``self``: the student's own base (LoRA adapter off, or the initial weights in full-parameter training).
+    ``frozen``: the student as it was when the run started (a warm-started adapter included). ``ema``: the moving average of its weights,
+    ``decay`` an optimizer step. ``lagged``: the student as it began the round ``lag`` rounds before.
     ``device``: another model at ``path`` in its own workers (``devices`` of them, each holding the whole model). ``cache``: keep its
     signal on disk, shared by epochs and runs.
     """
 
-    kind: Literal["self", "device"] = "self"
+    kind: Literal["self", "frozen", "ema", "lagged", "device"] = "self"
+    decay: float | None = None
+    lag: int | None = None
     path: str | None = None
     devices: int = 1
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -332,18 +336,25 @@ def _contradictions(c: OpsdConfig) -> None:
         refuse("opsd.teacher.kind=device without opsd.teacher.path", "a device teacher is another model", "name its path")
     if c.teacher.devices < 1:
         refuse(f"opsd.teacher.devices={c.teacher.devices}", "each teacher worker has one device", "use 1 or more")
-    if c.teacher.kind == "self" and (c.teacher.path or c.teacher.cache):
+    kind = c.teacher.kind
+    if kind != "device" and (c.teacher.path or c.teacher.cache or c.teacher.devices != 1):
         refuse(
-            f"opsd.teacher.kind=self with opsd.teacher.path={c.teacher.path} cache={c.teacher.cache}",
-            "the self teacher is the student's own base, scored on the student's ranks; a path or a cache would be ignored",
-            "remove path and cache, or use teacher=device",
+            f"opsd.teacher.kind={kind} with opsd.teacher.path={c.teacher.path} cache={c.teacher.cache} "
+            f"opsd.teacher.devices={c.teacher.devices}",
+            f"the {kind} teacher is the student's own weights, scored on the student's devices; these keys would be ignored",
+            "leave them out, or use teacher=device",
         )
-    if c.teacher.kind == "self" and c.teacher.devices != 1:
-        refuse(
-            f"opsd.teacher.kind=self with opsd.teacher.devices={c.teacher.devices}",
-            "the self teacher is scored on the student's devices; a number of its own would be ignored",
-            "leave the key out or use teacher=device",
-        )
+    for name, owner, valid in (
+        ("decay", "ema", c.teacher.decay is not None and 0 <= c.teacher.decay < 1),
+        ("lag", "lagged", c.teacher.lag is not None and c.teacher.lag >= 1),
+    ):
+        value = getattr(c.teacher, name)
+        if (value is not None) != (kind == owner) or (kind == owner and not valid):
+            refuse(
+                f"opsd.teacher.kind={kind} with opsd.teacher.{name}={value}",
+                f"{name} belongs to the {owner} teacher: decay in [0, 1) an optimizer step, lag in rounds, 1 or more",
+                f"use teacher={owner} opsd.teacher.{name}=NUMBER, or remove the key",
+            )
     if ("workflow" in c.brief.name.split("+")) != bool(c.brief.files):
         refuse(
             f"opsd.brief.name={c.brief.name} with opsd.brief.files={c.brief.files}",

@@ -5,7 +5,6 @@ Every function is collective: all ranks call it in the same order. Suffixes: P p
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
@@ -22,7 +21,7 @@ from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.rows import FLOAT_FIELDS, padding_fields
 from verl_opsd.verl_adapter.engine import OpsdEngine
-from verl_opsd.verl_adapter.loss import OpsdLoss
+from verl_opsd.verl_adapter.loss import COPIES, OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged
 
 #: Largest difference in nats between log-probabilities through the head and through the model's own logits.
@@ -156,10 +155,10 @@ def control(
 
     Args:
         data: this rank's rows, with verl's micro-batching settings.
-        teacher: ``own``: the reference on the student's own ids (identity); ``view``: on the teacher's view; ``device``: the device
-            teacher's signal that the rows bring.
+        teacher: ``own``: the loss's weights (``OpsdEngine.frozen``) on the student's own ids (identity); ``view``: on the teacher's view;
+            ``device``: the device teacher's signal that the rows bring.
         shift: tokens by which the teacher's positions are moved (negative control).
-        adapters: student side: ``off``: the reference weights; ``on``: the trained weights.
+        adapters: student side: ``off``: the same weights; ``on``: the trained weights.
 
     Returns:
         One field for each of ``step.TOKEN_VALUES``, ``value_<name>`` (never a row field: verl writes outputs back into the queue), float32 jagged by row, on the CPU.
@@ -173,10 +172,10 @@ def control(
                 "use shift 0 and a loss with teacher=device",
             )
     else:
-        loss = dataclasses.replace(loss, teacher="self")
+        loss = loss if loss.teacher in COPIES else loss.of_reference
         data["opsd_signal"] = jagged(engine.score(data, loss, teacher, shift))
     if loss.anchor:
-        data["opsd_base"] = jagged(engine.score(data, loss, "own"))
+        data["opsd_base"] = jagged(engine.score(data, loss.of_reference, "own"))
     with engine.frozen(loss if adapters == "off" else None):
         out = engine.forward_backward_batch(data, loss, forward_only=True)["model_output"]
     return TensorDict({k: v.cpu() for k, v in out.items()}, batch_size=len(data))

@@ -31,7 +31,8 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_opsd.distill.head import HeadTask, LossPositionHead, install_head
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter import ulysses
-from verl_opsd.verl_adapter.loss import OpsdLoss
+from verl_opsd.verl_adapter.copies import WeightCopy, copy_for, load_copy, save_copy
+from verl_opsd.verl_adapter.loss import COPIES, OpsdLoss
 from verl_opsd.verl_adapter.passes import Pass, group_passes, jagged, layout_index, own_passes, rows_of, view_passes
 from verl_opsd.verl_adapter.step import Head, kept_coefficient, loss_task, metrics_of, task_reward_loss, values_by_row
 
@@ -93,6 +94,8 @@ class OpsdEngine(FSDPEngineWithLMHead):
         self._moved = False  # whether the weights are no longer those that were loaded
         self._initial: list[Tensor] | None = None
         self._initial_head_VH: Tensor | None = None
+        self._copy: WeightCopy | None = None  # a teacher made of the student's earlier weights
+        self._copy_head_VH: Tensor | None = None  # its vocabulary weight when it last scored, in full-parameter training
         self._teacher_head: tuple[str, Tensor] | None = None  # name and weight of a device teacher's vocabulary
 
     def initialize(self) -> None:
@@ -148,9 +151,23 @@ class OpsdEngine(FSDPEngineWithLMHead):
                 "a device teacher's hidden states are read under its own vocabulary weight",
                 "call set_teacher_head (opsd_set_teacher_head on the worker) before the loss is set",
             )
+        self.keep(loss)
+        self._prepared = loss
+
+    def keep(self, loss: OpsdLoss) -> None:
+        """Keeps what the loss needs of the weights as they are now; again does nothing.
+
+        A run that resumes calls it before its checkpoint is loaded, so that copies are what the model was before any training.
+
+        Raises:
+            OpsdError: the weights have moved already.
+        """
         if loss.reference == "initial":
             self.keep_initial()
-        self._prepared = loss
+        if loss.teacher in COPIES and self._copy is None:
+            self._require_unmoved(f"teacher={loss.teacher}")
+            self._reshard()
+            self._copy = copy_for(loss, self._trainable_shards())
 
     def set_teacher_head(self, name: str, weight_VH: Tensor) -> None:
         """Keeps a device teacher's vocabulary weight on this rank's device, in the compute dtype.
@@ -176,32 +193,31 @@ class OpsdEngine(FSDPEngineWithLMHead):
         if loss.teacher == "device":
             assert self._teacher_head is not None  # prepare
             return self._teacher_head, reference
-        return reference, reference
+        if loss.teacher in COPIES and self._head_trains:
+            return (loss.teacher, self._copy_head_VH), reference
+        return (("student", None) if loss.teacher in COPIES else reference), reference
 
     @property
     def _head_trains(self) -> bool:
         return not self._is_lora
 
     def keep_initial(self) -> None:
-        """Keeps a frozen copy of the trainable weights on the host: the reference ``initial``. Again does nothing.
-
-        A run that resumes calls it before its checkpoint is loaded, so that the copy is what the model was before any training.
-
-        Raises:
-            OpsdError: the weights have moved already.
-        """
+        """Keeps a frozen copy of the trainable weights on the host: the reference ``initial``; see :meth:`keep`."""
         if self._initial is not None:
             return
-        if self._moved:
-            raise OpsdError(
-                "reference=initial asked for after the weights have moved",
-                "the frozen copy is taken before the first optimizer step and before a checkpoint is loaded",
-                "set the loss function, or call keep_initial, right after the workers are built",
-            )
+        self._require_unmoved("reference=initial")
         self._reshard()
         self._initial = [shard.to("cpu", copy=True) for shard in self._trainable_shards()]
         if self._head_trains:
             self._initial_head_VH = self.head_weight().to(self._autocast_dtype, copy=True)
+
+    def _require_unmoved(self, what: str) -> None:
+        if self._moved:
+            raise OpsdError(
+                f"{what} asked for after the weights have moved",
+                "a copy of the weights is taken before the first optimizer step and before a checkpoint is loaded",
+                "set the loss function, or call keep, right after the workers are built",
+            )
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
@@ -222,30 +238,40 @@ class OpsdEngine(FSDPEngineWithLMHead):
         return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
     @contextmanager
-    def _initial_weights(self) -> Iterator[None]:
-        assert self._initial is not None
+    def _with_weights(self, other: Sequence[Tensor]) -> Iterator[None]:
+        """Runs under other values of the trainable weights."""
         self._reshard()
         shards = self._trainable_shards()
         current = [s.to("cpu", copy=True) for s in shards]
         try:
-            for shard, initial in zip(shards, self._initial, strict=True):
-                shard.copy_(initial)
+            for shard, value in zip(shards, other, strict=True):
+                shard.copy_(value)
             yield
         finally:
             self._reshard()
             for shard, saved in zip(shards, current, strict=True):
                 shard.copy_(saved)
 
+    def _weights_of(self, loss: OpsdLoss) -> AbstractContextManager[None]:
+        """The weights of the loss's teacher; of its reference where the teacher is another model."""
+        if loss.teacher in COPIES:
+            assert self._copy is not None  # prepare
+            return self._with_weights(self._copy.shards)
+        if loss.reference == "adapter_off":
+            return adapters_off(self.module)
+        assert self._initial is not None  # prepare
+        return self._with_weights(self._initial)
+
     @contextmanager
-    def frozen(self, reference: OpsdLoss | None = None) -> Iterator[None]:
-        """Evaluation mode without gradients; with ``reference``, under the weights of the teacher that this loss names.
+    def frozen(self, teacher: OpsdLoss | None = None) -> Iterator[None]:
+        """Evaluation mode without gradients; with ``teacher``, under the weights that this loss names (:meth:`_weights_of`).
 
         Training flags, adapter state, ``requires_grad`` and weights are afterwards what they were, whatever happens inside.
         """
         weights: AbstractContextManager[None] = nullcontext()
-        if reference is not None:
-            self.prepare(reference)
-            weights = adapters_off(self.module) if reference.reference == "adapter_off" else self._initial_weights()
+        if teacher is not None:
+            self.prepare(teacher)
+            weights = self._weights_of(teacher)
         flags = [(m, m.training) for m in self.module.modules()]
         try:
             self.module.eval()
@@ -396,13 +422,13 @@ class OpsdEngine(FSDPEngineWithLMHead):
         return math.inf, cfg.infer_micro_batch_size_per_gpu or cfg.micro_batch_size_per_gpu
 
     def score(self, data: TensorDict, loss: OpsdLoss, source: Literal["view", "own"] = "view", shift: int = 0) -> list[Tensor]:
-        """Hidden states of the reference weights at every row's loss positions.
+        """Hidden states at every row's loss positions, under the weights that the loss names (:meth:`frozen`).
 
         Every rank makes the same number of forwards, however many passes its rows have.
 
         Args:
             data: this rank's rows (``tokens.rows``).
-            loss: names the reference weights.
+            loss: names the weights.
             source: ``view``: the teacher's view; ``own``: the student's own ids (anchor, identity teacher).
             shift: tokens by which every position is moved (negative control); 0 otherwise.
 
@@ -422,6 +448,8 @@ class OpsdEngine(FSDPEngineWithLMHead):
         count = torch.tensor(len(groups), device=get_device_id())
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.get_data_parallel_group())
         with self.frozen(loss):
+            if loss.teacher in COPIES and self._head_trains:
+                self._copy_head_VH = self.head_weight().to(self._autocast_dtype, copy=True)
             for group in groups:
                 hidden = self.hidden([p.ids_T for p in group], [p.index_N for p in group], rope_rows)
                 for p, h in zip(group, hidden, strict=True):
@@ -505,9 +533,29 @@ class OpsdEngine(FSDPEngineWithLMHead):
             )
         self._moved = True
         self.optimizer_steps += 1
+        if self._copy is not None:
+            self._copy.stepped(self._trainable_shards())
         return norm
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """verl's; afterwards the weights are no longer the initial ones."""
+    def round_begins(self) -> None:
+        """Tells a teacher made of the student's earlier weights that an update's rows are scored and its steps follow."""
+        if self._copy is not None:
+            self._reshard()
+            self._copy.round_begins(self._trainable_shards())
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """verl's, and the teacher's copy."""
+        super().save_checkpoint(local_path, *args, **kwargs)
+        if self._copy is not None:
+            save_copy(self._copy, local_path, dist.get_rank(), dist.get_world_size())
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """verl's, and the teacher's copy; afterwards the weights are no longer the initial ones.
+
+        Raises:
+            OpsdError: the checkpoint holds no copy of the teacher that :meth:`keep` was told of, or another one.
+        """
         self._moved = True
-        super().load_checkpoint(*args, **kwargs)
+        super().load_checkpoint(local_path, *args, **kwargs)
+        if self._copy is not None:
+            load_copy(self._copy, local_path, dist.get_rank(), dist.get_world_size())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -9,6 +10,11 @@ from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.policy import PpoClip
 from verl_opsd.distill.weights import Threshold
 from verl_opsd.errors import OpsdError
+
+#: Teachers that are a copy of the student's own trainable weights (``copies``).
+COPIES = ("frozen", "ema", "lagged")
+#: Teachers that the student's engine scores, under the student's own vocabulary head.
+ON_STUDENT = ("self", *COPIES)
 
 
 @dataclass(frozen=True)
@@ -19,7 +25,8 @@ class OpsdLoss:
         spec: divergence, support and data-dependent weights.
         chunk: loss positions per chunk of the vocabulary head.
         teacher: whose signal ``opsd_signal`` is. ``self``: the reference weights, scored by the engine, under the student's own
-            vocabulary head. ``device``: another model, scored before the update, under the head given to ``set_teacher_head``.
+            vocabulary head. ``frozen``, ``ema`` (``decay`` a step), ``lagged`` (``lag`` rounds): a copy of the trainable weights, scored by
+            the engine. ``device``: another model, scored before the update, under the head given to ``set_teacher_head``.
         reference: weights of the self teacher, of the controls and of the anchor. ``adapter_off``: the student's base, with its adapters
             switched off. ``initial``: a frozen copy of the trainable weights as they were when this loss was set.
         task_reward: bounds of PPO's term of the task reward; its coefficients times advantages are the rows' ``opsd_reward``. None: there
@@ -32,19 +39,32 @@ class OpsdLoss:
 
     spec: LossSpec = field(default_factory=LossSpec)
     chunk: int = 256
-    teacher: Literal["self", "device"] = "self"
+    teacher: Literal["self", "frozen", "ema", "lagged", "device"] = "self"
+    decay: float | None = None
+    lag: int | None = None
     reference: Literal["adapter_off", "initial"] = "adapter_off"
     task_reward: PpoClip | None = None
     divide_by_kept: bool = False
     anchor: bool = False
 
     def __post_init__(self) -> None:
+        if (self.decay is not None, self.lag is not None) != (self.teacher == "ema", self.teacher == "lagged"):
+            raise OpsdError(
+                f"teacher={self.teacher} with decay={self.decay} lag={self.lag}",
+                "decay belongs to the ema teacher and lag to the lagged one",
+                "give the one that the teacher needs",
+            )
         if self.divide_by_kept and self.kept_above is None:
             raise OpsdError(
                 f"divide_by_kept with weights {self.spec.weights}",
                 "what divides the step is the weight that a Threshold kept",
                 "put a Threshold into spec.weights, or leave divide_by_kept out",
             )
+
+    @property
+    def of_reference(self) -> OpsdLoss:
+        """The same loss with the reference weights as the teacher: the anchor, and the controls of a teacher of another model."""
+        return dataclasses.replace(self, teacher="self", decay=None, lag=None)
 
     @property
     def kept_above(self) -> float | None:

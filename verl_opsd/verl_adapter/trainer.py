@@ -39,7 +39,7 @@ from verl_opsd.teachers.cache import SignalCache
 from verl_opsd.tokens.rows import FIELDS, padding_fields
 from verl_opsd.tokens.store import EpisodeStore
 from verl_opsd.verl_adapter import corpus, guards, teacher
-from verl_opsd.verl_adapter.engine import OpsdLoss
+from verl_opsd.verl_adapter.loss import ON_STUDENT, OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged, own_passes, rows_of, view_passes
 from verl_opsd.verl_adapter.reduce import update_groups, with_coefficients, with_rewards
 from verl_opsd.verl_adapter.updates import mask_at_collection, rewards_of, rows_in_queue
@@ -57,6 +57,8 @@ def loss_of(opsd: OpsdConfig, lora: bool, clip: PpoClip) -> OpsdLoss:
         chunk=opsd.loss.chunk,
         reference="adapter_off" if lora else "initial",
         teacher=opsd.teacher.kind,
+        decay=opsd.teacher.decay,
+        lag=opsd.teacher.lag,
         task_reward=clip if opsd.loss.task_reward_coef > 0 else None,
         divide_by_kept=opsd.loss.threshold is not None
         and (opsd.loss.threshold.taken, opsd.loss.threshold.denominator) == ("current", "kept"),
@@ -176,8 +178,7 @@ class OpsdTrainer(PPOTrainerSync):
         write_report(self.run_dir, self.opsd)
 
     def _load_checkpoint(self) -> None:
-        if not self.ref_in_actor:  # the reference of full-parameter training is what the model was before any training
-            self.actor_rollout_wg.opsd_keep_initial()
+        self.actor_rollout_wg.opsd_keep(self.make_loss())  # copies of the weights are what the model was before any training
         super()._load_checkpoint()
 
     def _save_checkpoint(self) -> None:
@@ -366,7 +367,7 @@ class OpsdTrainer(PPOTrainerSync):
             divergences = guards.divergences(self, batch, kind, 0, "on")
             self._kept_share = mask_at_collection(batch, divergences, self._group_of, self.opsd.loss)
         output = self.actor_rollout_wg.update_actor(batch)["metrics"]
-        if self.opsd.teacher.kind == "self":  # the workers scored the rows first
+        if self.opsd.teacher.kind in ON_STUDENT:  # the workers scored the rows first
             self._finish_stage("score", ended=self._stage_started + self.actor_rollout_wg.opsd_score_seconds()[0])
         self._save_telemetry(output)
         output = rename_dict(output, "actor/")

@@ -20,7 +20,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter import checks, export
 from verl_opsd.verl_adapter.engine import OpsdEngine
-from verl_opsd.verl_adapter.loss import OpsdLoss
+from verl_opsd.verl_adapter.loss import ON_STUDENT, OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged
 
 
@@ -66,6 +66,7 @@ class OpsdTrainingWorker(TrainingWorker):
             started = time.monotonic()
             with self.engine.eval_mode(disable_auto_offload=tu.get(data, "disable_auto_offload", False)):
                 self._score(data, self.loss_fn)
+                self._opsd_engine().round_begins()
             self.score_seconds = time.monotonic() - started
         return super().train_mini_batch(data)
 
@@ -76,14 +77,14 @@ class OpsdTrainingWorker(TrainingWorker):
         for name, source in wanted.items():
             given = torch.tensor(int(name in data), device=get_device_id())
             dist.all_reduce(given, op=dist.ReduceOp.SUM)
-            if int(given) == 0 and name == "opsd_signal" and loss.teacher != "self":
+            if int(given) == 0 and name == "opsd_signal" and loss.teacher not in ON_STUDENT:
                 raise OpsdError(
                     f"teacher={loss.teacher} and rows without opsd_signal",
-                    "only the self teacher is scored by the student's engine",
+                    f"only {', '.join(ON_STUDENT)} are scored by the student's engine",
                     "put the teacher's hidden states into the rows before the update",
                 )
             if int(given) == 0:
-                data[name] = jagged(self.engine.score(data, loss, source))
+                data[name] = jagged(self.engine.score(data, loss.of_reference if name == "opsd_base" else loss, source))
             elif int(given) != dist.get_world_size():
                 raise OpsdError(
                     f"{name} is in the batch of {int(given)} of {dist.get_world_size()} ranks",
@@ -133,9 +134,9 @@ class OpsdTrainingWorker(TrainingWorker):
         """See :meth:`OpsdWorker.opsd_set_teacher_head`."""
         self._opsd_engine().set_teacher_head(name, weight_VH)
 
-    def keep_initial(self) -> None:
-        """See :meth:`OpsdWorker.opsd_keep_initial`."""
-        self._opsd_engine().keep_initial()
+    def keep(self, loss: OpsdLoss) -> None:
+        """See :meth:`OpsdWorker.opsd_keep`."""
+        self._opsd_engine().keep(loss)
 
     def run_checks(self) -> list[checks.Check]:
         """See :meth:`OpsdWorker.opsd_checks`."""
@@ -189,9 +190,9 @@ class OpsdWorker(ActorRolloutRefWorker):
         self.actor.set_teacher_head(name, weight_VH)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
-    def opsd_keep_initial(self) -> None:
-        """Keeps the weights as they are now as the reference ``initial`` (``OpsdEngine.keep_initial``); before a checkpoint is loaded."""
-        self.actor.keep_initial()
+    def opsd_keep(self, loss: OpsdLoss) -> None:
+        """Keeps what the loss needs of the weights as they are now (``OpsdEngine.keep``); before a checkpoint is loaded."""
+        self.actor.keep(loss)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def opsd_checks(self) -> list[checks.Check]:

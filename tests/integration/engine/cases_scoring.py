@@ -56,6 +56,8 @@ def case_state() -> dict:
         ("lora_initial", True, INITIAL, False),
         ("full", False, INITIAL, True),
         ("full_no_reshard", False, INITIAL, False),
+        ("lora_ema", True, OpsdLoss(chunk=5, teacher="ema", decay=0.9), True),
+        ("full_lagged", False, OpsdLoss(chunk=5, teacher="lagged", lag=2, reference="initial"), False),
     ):
         engine = build("tied", lora, reshard=reshard, packed=False)
         engine.prepare(loss)

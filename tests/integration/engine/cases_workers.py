@@ -131,7 +131,7 @@ def case_resumed_reference() -> dict:
     first.engine.save_checkpoint(folder)
 
     second = _worker(lora=False)
-    second.keep_initial()
+    second.keep(INITIAL)
     second.engine.load_checkpoint(folder)
     second.set_loss_fn(INITIAL)
     late = _worker(lora=False)

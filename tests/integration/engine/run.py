@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import cases_controls
+import cases_copies
 import cases_device
 import cases_numbers
 import cases_parity
@@ -41,6 +42,7 @@ def main() -> None:
         cases_parity,
         cases_scoring,
         cases_controls,
+        cases_copies,
         cases_numbers,
         cases_workers,
         cases_device,

@@ -34,6 +34,7 @@ BOTH = (
     "worker",
     "remote",
     "export",
+    "copies",
 )
 CASES = {
     1: (
@@ -280,13 +281,49 @@ def test_device_teacher_refusals(measured: Any, world: int, what: str) -> None:
 
 
 @each_world
-@pytest.mark.parametrize("setting", ["lora", "lora_initial", "full", "full_no_reshard"])
+@pytest.mark.parametrize("setting", ["lora", "lora_initial", "full", "full_no_reshard", "lora_ema", "full_lagged"])
 def test_scoring_leaves_no_trace(measured: Any, world: int, setting: str) -> None:
     found = measured(world, "state")[setting]
     assert found["teacher_unmoved"] == 0  # the trained weights moved in between
     assert found["after"] and found["interrupted"] and found["after_error"]
     first, second = found["norms"]  # scored just now, and from a kept signal
     assert first > 1e-3 and first == pytest.approx(second, rel=1e-5)
+
+
+@each_world
+@pytest.mark.parametrize("kind", ["frozen", "ema", "lagged"])
+@pytest.mark.parametrize("trained", ["lora", "full"])
+def test_teacher_of_earlier_weights(measured: Any, world: int, kind: str, trained: str) -> None:
+    """Four rounds against eager code under weights that follow the definition, and a resume after the third."""
+    found = measured(world, "copies")[f"{kind}-{trained}"]
+    assert max(found["hidden"]) < 2e-4 and found["moved"][0] < 2e-4
+    assert (found["moved"][-1] > 1e-2) == (kind != "frozen")
+    assert found["student"] < 1e-6 and found["resumed"] < 1e-5
+    assert found["identity"] < 1e-6 < 1e-3 < found["brief"]
+
+
+@each_world
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("other_decay", "'decay': 0.7}, the run's teacher is {'kind': 'EmaCopy', 'decay': 0.5}"),
+        ("missing", "there is no such file"),
+        ("late", "after the weights have moved"),
+    ],
+)
+def test_teacher_of_earlier_weights_refusals(measured: Any, world: int, what: str, named: str) -> None:
+    assert named in measured(world, "copies")[what]
+
+
+@pytest.mark.parametrize(
+    "given", [{"teacher": "ema"}, {"teacher": "lagged"}, {"decay": 0.5}, {"teacher": "ema", "decay": 0.5, "lag": 1}]
+)
+def test_decay_and_lag_belong_to_their_teachers(given: dict) -> None:
+    from verl_opsd.errors import OpsdError
+    from verl_opsd.verl_adapter.loss import OpsdLoss
+
+    with pytest.raises(OpsdError, match="decay belongs"):
+        OpsdLoss(**given)
 
 
 def test_adapters_off_is_the_base_and_touches_one_flag(measured: Any) -> None:
