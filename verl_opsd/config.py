@@ -47,7 +47,8 @@ class BriefConfig:
         files: folder of authored workflows, one a pair; for the brief ``workflow`` and no other.
         max_view_tokens: tokens of one pass of the teacher; null: the positions that the scoring model has.
         too_long: what happens to a branch whose view is longer: ``refuse`` stops at launch where one may come, ``leave_out`` gives
-            the branch no row and records it.
+            the branch no row and records it, ``window`` scores it in windows and records what each holds (``privilege.windows``).
+        window_context: of ``window``, tokens of the branch that a window holds before its first scored reply, at least.
     """
 
     name: str
@@ -56,7 +57,8 @@ class BriefConfig:
     allow_answer: bool = False
     files: str | None = None
     max_view_tokens: int | None = None
-    too_long: Literal["refuse", "leave_out"] = "refuse"
+    too_long: Literal["refuse", "leave_out", "window"] = "refuse"
+    window_context: int | None = None
 
 
 @dataclass(frozen=True)
@@ -360,6 +362,13 @@ def _contradictions(c: OpsdConfig) -> None:
             f"opsd.brief.name={c.brief.name} with opsd.brief.files={c.brief.files}",
             "the brief `workflow`, and no other, is read from files, one a pair",
             "name the folder of the workflows, or remove the key",
+        )
+    window, context, limit = c.brief.too_long == "window", c.brief.window_context, c.brief.max_view_tokens
+    if (context is not None) != window or (context is not None and not 0 <= context < (limit or math.inf)):
+        refuse(
+            f"opsd.brief.too_long={c.brief.too_long} window_context={context} max_view_tokens={limit}",
+            "too_long=window, and nothing else, needs window_context: tokens from 0 up to less than a view may have",
+            "set both keys, e.g. window_context to a quarter of max_view_tokens, or leave both out",
         )
     if c.worth.override is not None and len(c.worth.override.split()) < 3:
         refuse(f"opsd.worth.override={c.worth.override!r}", "an override is recorded with its reason", "give it in a few words")

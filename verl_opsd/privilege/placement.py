@@ -19,13 +19,9 @@ from numpy.typing import NDArray
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.privilege.view import Placement, TeacherView
+from verl_opsd.privilege.windows import Block, PassPlan, ViewTooLong, windows
 from verl_opsd.tokens.branches import loss_positions
 from verl_opsd.tokens.records import Ids
-
-
-class ViewTooLong(OpsdError):
-    """A pass of a view has more tokens than the teacher may read; nothing is truncated."""
-
 
 #: What counts as a user turn where a template wraps tool results into user blocks: every user ``block``, or only a
 #: ``message``, i.e. a user block that does not begin with <tool_response>.
@@ -94,17 +90,6 @@ class ChatMarkers:
         return cls(start[0], end[0], role("system"), user, role("assistant"), tool_response)
 
 
-@dataclass(frozen=True)
-class Block:
-    """One ChatML block: ``ids[start]`` is its <|im_start|>, ``ids[close]`` its <|im_end|> (len(ids) while it is open),
-    ``body`` the first position after the role's name."""
-
-    role: str
-    start: int
-    body: int
-    close: int
-
-
 def chat_blocks(ids: Ids, markers: ChatMarkers) -> list[Block]:
     """The blocks of a token sequence, in order. A <|im_start|> inside an open block is part of its text."""
     names = {"system": markers.system, "user": markers.user, "assistant": markers.assistant}
@@ -125,9 +110,8 @@ def chat_blocks(ids: Ids, markers: ChatMarkers) -> list[Block]:
     return blocks
 
 
-def splice(ids: Ids, at: int, brief_ids: Ids, blocks: Sequence[Block]) -> Ids:
-    """``ids`` with the brief before ``ids[at]``.
-
+def check_outside_replies(at: int, blocks: Sequence[Block]) -> None:
+    """
     Raises:
         OpsdError: ``at`` lies inside an assistant block, i.e. after its <|im_start|> and not after its <|im_end|>.
     """
@@ -138,6 +122,11 @@ def splice(ids: Ids, at: int, brief_ids: Ids, blocks: Sequence[Block]) -> Ids:
                 "a brief stands outside every assistant block: not after the generation header, not inside <think>",
                 "place it before the token that closes a system or user message",
             )
+
+
+def splice(ids: Ids, at: int, brief_ids: Ids, blocks: Sequence[Block]) -> Ids:
+    """``ids`` with the brief before ``ids[at]``; see :func:`check_outside_replies`."""
+    check_outside_replies(at, blocks)
     return np.concatenate([ids[:at], brief_ids, ids[at:]]).astype(np.int32)
 
 
@@ -150,6 +139,7 @@ def teacher_view(
     *,
     user_turn: UserTurn = "block",
     max_len: int | None = None,
+    window_context: int | None = None,
 ) -> TeacherView:
     """The teacher's view of one trajectory.
 
@@ -158,6 +148,8 @@ def teacher_view(
         brief_ids: ids of the brief, without control tokens. Empty: one pass, the trajectory itself (identity teacher).
         user_turn: what counts as a user turn for ``last_user``.
         max_len: tokens that a pass may have.
+        window_context: None: a longer pass is refused; otherwise it is scored in windows with at least as many tokens of the branch
+            before their first scored reply (``windows.windows``).
 
     Returns:
         the view; ``position`` has N entries in the trajectory's order.
@@ -165,7 +157,7 @@ def teacher_view(
     Raises:
         OpsdError: unknown placement or user_turn, mask of another length or on the first token, control tokens in the
             brief, a scored token outside an assistant block, or no system message or user turn to hold the brief.
-        ViewTooLong: a pass longer than max_len.
+        ViewTooLong: a pass longer than max_len, or a reply that no window holds.
     """
     ids, brief = np.asarray(input_ids, np.int32), np.asarray(brief_ids, np.int32).reshape(-1)
     if placement not in ("system", "last_user") or user_turn not in ("block", "message"):
@@ -178,21 +170,27 @@ def teacher_view(
     if np.isin(brief, (markers.im_start, markers.im_end)).any():
         _refuse("a brief that holds <|im_start|> or <|im_end|>", "encode the brief with split_special_tokens=True")
     position = loss_positions(np.asarray(loss_mask))
-    if not len(brief):
-        return _view(ids, position, [ids], [0], [position], brief, placement, max_len)
-
     blocks = chat_blocks(ids, markers)
-    reply = _reply_blocks(blocks, position)
-    if placement == "system":
-        if not blocks or blocks[0].role != "system" or blocks[0].start != 0:
+    system = [0] if blocks and blocks[0].role == "system" and blocks[0].start == 0 else []
+    plans: list[tuple[PassPlan, list[int]]]  # and the blocks that each window of a pass holds
+    if not len(brief):
+        plans = [(PassPlan(((0, len(ids)),), 0, position), system)]
+    elif placement == "system":
+        if not system:
             _refuse(
                 "a trajectory that does not start with a system message",
                 "give every conversation a system message, or use placement last_user",
             )
-        passes = [(blocks[0].close, len(ids), position)]
+        _reply_blocks(blocks, position)
+        plans = [(PassPlan(((0, len(ids)),), blocks[0].close, position), system)]
     else:
-        turns = [b for b in blocks if b.role == "user" and (user_turn == "block" or not _holds_tool_result(ids, b, markers))]
-        starts = np.array([b.start for b in turns], np.int64)
+        reply = _reply_blocks(blocks, position)
+        turns = [
+            i
+            for i, b in enumerate(blocks)
+            if b.role == "user" and (user_turn == "block" or not _holds_tool_result(ids, b, markers))
+        ]
+        starts = np.array([blocks[i].start for i in turns], np.int64)
         # For each scored token the index of the last user turn before its reply.
         holder = np.searchsorted(starts, np.array([blocks[i].start for i in reply], np.int64)) - 1
         if len(holder) and holder.min() < 0:
@@ -200,20 +198,26 @@ def teacher_view(
                 f"a scored reply at position {int(position[np.argmin(holder)])} with no user turn before it",
                 "use placement system, or user_turn=block",
             )
-        passes = []
+        plans = []
         for h in np.unique(holder).tolist():
-            last = blocks[reply[int(np.flatnonzero(holder == h)[-1])]]
-            passes.append((turns[h].close, min(last.close + 1, len(ids)), position[holder == h]))
-    return _view(
-        ids,
-        position,
-        [splice(ids[:end], at, brief, blocks) for at, end, _ in passes],
-        [at for at, _, _ in passes],
-        [scored for _, _, scored in passes],
-        brief,
-        placement,
-        max_len,
-    )
+            end = min(blocks[reply[int(np.flatnonzero(holder == h)[-1])]].close + 1, len(ids))
+            plans.append((PassPlan(((0, end),), blocks[turns[h]].close, position[holder == h]), [*system, turns[h]]))
+    fitting: list[PassPlan] = []
+    for plan, kept in plans:
+        length = plan.spans[0][1] + len(brief)
+        if max_len is None or length <= max_len:
+            fitting.append(plan)
+        elif window_context is None:
+            raise ViewTooLong(
+                f"a teacher pass of {length} tokens, {length - max_len} more than max_len={max_len}",
+                "a view is never truncated",
+                "shorten the brief, raise the teacher's context, or leave such branches out or score them in windows "
+                "(opsd.brief.too_long)",
+            )
+        else:
+            of = _reply_blocks(blocks, plan.scored)
+            fitting += windows(plan, blocks, of, kept, len(brief), max_len, window_context)
+    return _view(ids, position, fitting, brief, placement, blocks)
 
 
 def _reply_blocks(blocks: list[Block], position: NDArray[np.int64]) -> list[int]:
@@ -235,33 +239,25 @@ def _holds_tool_result(ids: Ids, block: Block, markers: ChatMarkers) -> bool:
 
 
 def _view(
-    ids: Ids,
-    position: NDArray[np.int64],
-    passes: list[Ids],
-    at: list[int],
-    scored: list[NDArray[np.int64]],
-    brief: Ids,
-    placement: Placement,
-    max_len: int | None,
+    ids: Ids, position: NDArray[np.int64], plans: list[PassPlan], brief: Ids, placement: Placement, blocks: list[Block]
 ) -> TeacherView:
     """Joins the passes, maps the positions and asserts that both are exact."""
+    passes = [p.ids(ids, brief) for p in plans]
     offsets = np.concatenate([[0], np.cumsum([len(p) for p in passes])]).astype(np.int64)
     mapped, spans = [np.zeros(0, np.int64)], []
-    for offset, a, positions, one in zip(offsets[:-1].tolist(), at, scored, passes, strict=True):
-        if max_len is not None and len(one) > max_len:
-            raise ViewTooLong(
-                f"a teacher pass of {len(one)} tokens, {len(one) - max_len} more than max_len={max_len}",
-                "a view is never truncated",
-                "shorten the brief, raise the teacher's context, or leave such branches out (opsd.brief.too_long=leave_out)",
-            )
-        mapped.append(offset + positions + len(brief) * (positions >= a))
-        spans.append((offset + a, offset + a + len(brief)))
-        assert np.array_equal(np.concatenate([one[:a], one[a + len(brief) :]]), ids[: len(one) - len(brief)])
-        assert np.array_equal(one[a : a + len(brief)], brief)
+    for offset, plan, one in zip(offsets[:-1].tolist(), plans, passes, strict=True):
+        check_outside_replies(plan.at, blocks if len(brief) else [])
+        at = int(sum(min(b, plan.at) - a for a, b in plan.spans if a < plan.at))
+        mapped.append(offset + plan.index(plan.scored, len(brief)))
+        spans.append((offset + at, offset + at + len(brief)))
+        held = np.concatenate([np.zeros(0, np.int32), *(ids[a:b] for a, b in plan.spans)])
+        assert np.array_equal(np.concatenate([one[:at], one[at + len(brief) :]]), held)
+        assert np.array_equal(one[at : at + len(brief)], brief)
     joined, where = np.concatenate([np.zeros(0, np.int32), *passes]).astype(np.int32), np.concatenate(mapped)
-    assert len(where) == len(position) and (np.diff(where) > 0).all()
-    assert np.array_equal(joined[where + 1], ids[position + 1])
-    return TeacherView(joined, np.diff(offsets), where, np.array(spans, np.int64).reshape(len(passes), 2), placement)
+    assert np.array_equal(np.concatenate([np.zeros(0, np.int64), *(p.scored for p in plans)]), position)  # each exactly once
+    assert (np.diff(where) > 0).all() and np.array_equal(joined[where + 1], ids[position + 1])
+    brief_span = np.array(spans, np.int64).reshape(len(passes), 2)
+    return TeacherView(joined, np.diff(offsets), where, brief_span, placement, tuple(p.spans for p in plans))
 
 
 def _refuse(what: str, way_out: str) -> NoReturn:

@@ -27,7 +27,17 @@ from verl_opsd.cooperbench.types import PairRun, PairTask
 from verl_opsd.distill.weights import class_weight, max_prefix, position_weight, prefix_weight, segment_mask, turn_mask
 from verl_opsd.errors import InfraFault
 from verl_opsd.paths import cache_dir
-from verl_opsd.privilege import Brief, ChatMarkers, NoBrief, ViewTooLong, none, require_unseen, teacher_view
+from verl_opsd.privilege import (
+    Brief,
+    ChatMarkers,
+    NoBrief,
+    TeacherView,
+    ViewTooLong,
+    none,
+    require_unseen,
+    stated,
+    teacher_view,
+)
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.branches import build_trajectories
 from verl_opsd.tokens.build_rows import build_row, prompt_response
@@ -137,24 +147,18 @@ def kept_turns(loss: LossConfig, turns: Sequence[TurnRecord]) -> set[int]:
     return {t.turn for t in turns if t.kind in loss.turn_kinds and (ranges is None or any(t.turn in r for r in ranges))}
 
 
-def training_row(
-    opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokenizer: Any, keep: set[int]
-) -> dict[str, torch.Tensor]:
-    """The row of one branch. ``opsd_coef`` holds static weights until the trainer divides by the global denominator; the anchor's are
-    1 at every policy position, also where those are 0.
-
-    Args:
-        keep: turns that carry loss (:func:`kept_turns`).
+def training_view(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokenizer: Any) -> TeacherView:
+    """The teacher's view of one branch.
 
     Raises:
         OpsdError: the student's own first prompt holds text of the brief's answer.
-        ViewTooLong: a pass is longer than ``opsd.brief.max_view_tokens``.
+        ViewTooLong: a pass is longer than ``opsd.brief.max_view_tokens``, or a reply fits into no window.
     """
     if brief.kind == "answer":
         first = int(np.argmax(trajectory.turn_index >= 0))
         whose = f"{trajectory.episode_id}/{trajectory.agent_id}"
         require_unseen(brief, tokenizer.decode(trajectory.input_ids[:first].tolist()), whose)
-    view = teacher_view(
+    return teacher_view(
         trajectory.input_ids,
         trajectory.loss_mask,
         brief.ids(tokenizer),
@@ -162,7 +166,17 @@ def training_row(
         ChatMarkers.from_tokenizer(tokenizer),
         user_turn=opsd.brief.user_turn,
         max_len=opsd.brief.max_view_tokens,
+        window_context=opsd.brief.window_context,
     )
+
+
+def training_row(opsd: OpsdConfig, trajectory: Trajectory, view: TeacherView, keep: set[int]) -> dict[str, torch.Tensor]:
+    """The row of one branch. ``opsd_coef`` holds static weights until the trainer divides by the global denominator; the anchor's are
+    1 at every policy position, also where those are 0.
+
+    Args:
+        keep: turns that carry loss (:func:`kept_turns`).
+    """
     anchor = torch.full((len(view.position),), float(opsd.loss.anchor > 0))
     row = build_row(trajectory, view, torch.ones_like(anchor), anchor)
     by_code = {TOKEN_CLASSES.index(name): w for name, w in dataclasses.asdict(opsd.loss.class_weights).items()}
@@ -252,6 +266,7 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
     }
     outputs: list[AgentLoopOutput] = []
     left_out: dict[str, str] = {}
+    windows: list[str] = []
     for agent, brief in briefs_for(opsd, pair, episode).items():
         turns = [t for t in episode.turns if t.agent_id == agent]
         if isinstance(brief, NoBrief):
@@ -265,12 +280,14 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
                 continue
             prompt, response, mask, logprobs = prompt_response(branch)
             try:
-                row = training_row(opsd, branch, brief, tokenizer, keep)
+                view = training_view(opsd, branch, brief, tokenizer)
             except ViewTooLong:
-                if opsd.brief.too_long == "refuse":
+                if opsd.brief.too_long != "leave_out":
                     raise
                 left_out[f"{agent}/{branch.branch}"] = "view too long"
                 continue
+            if view.windowed:
+                windows.append(f"{agent} branch {branch.branch}: {stated(view)}")
             outputs.append(
                 OpsdOutput(
                     prompt_ids=prompt,
@@ -280,7 +297,7 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
                     reward_score=grade.reward,
                     num_turns=branch.n_turns,
                     metrics=AgentLoopMetrics(),
-                    opsd_row=row,
+                    opsd_row=training_row(opsd, branch, view, keep),
                     extra_fields=_extra(branch.model_version, info),
                 )
             )
@@ -289,6 +306,9 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
         RunDir.from_env().evidence("view_too_long", too_long, opsd.brief.max_view_tokens, True, where)
     if pair.split == "train":
         RunDir.from_env().write_left_out(episode.episode_id, left_out)
+    if windows:
+        detail = f"branches of {episode.episode_id} in windows; {'; '.join(windows)}"
+        RunDir.from_env().evidence("view_windows", len(windows), opsd.brief.max_view_tokens, True, detail)
     return outputs or [_empty_row(tokenizer, grade.reward, info, episode.model_version)]
 
 

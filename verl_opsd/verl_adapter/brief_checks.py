@@ -70,7 +70,7 @@ def check_views(opsd: OpsdConfig, longest_brief: int, positions: int | None) -> 
 
     Raises:
         OpsdError: ``max_view_tokens`` is more than the model's positions, or a view may be longer than either, unless such views are
-            left out (``opsd.brief.too_long=leave_out``, which then needs ``max_view_tokens``).
+            left out or scored in windows (``opsd.brief.too_long``, which then needs ``max_view_tokens``).
     """
     limit, context = opsd.brief.max_view_tokens, opsd.contract.context_length
     if limit is not None and positions is not None and limit > positions:
@@ -79,10 +79,10 @@ def check_views(opsd: OpsdConfig, longest_brief: int, positions: int | None) -> 
             "a view is scored inside the positions that the model was made for",
             f"set it to {positions} or less",
         )
-    if opsd.brief.too_long == "leave_out" and limit is None:
+    if opsd.brief.too_long != "refuse" and limit is None:
         raise OpsdError(
-            "opsd.brief.too_long=leave_out without opsd.brief.max_view_tokens",
-            "what is left out is stated as a number of tokens",
+            f"opsd.brief.too_long={opsd.brief.too_long} without opsd.brief.max_view_tokens",
+            "what is too long is stated as a number of tokens",
             f"set max_view_tokens, e.g. to {positions}",
         )
     allowed = limit if limit is not None else positions
@@ -92,7 +92,7 @@ def check_views(opsd: OpsdConfig, longest_brief: int, positions: int | None) -> 
             f"tokens, {allowed} fit",
             "a view is never truncated",
             f"lower the context length to {allowed - longest_brief}, or leave long branches out: opsd.brief.too_long=leave_out "
-            f"opsd.brief.max_view_tokens={allowed}",
+            f"opsd.brief.max_view_tokens={allowed}, or score them in windows: opsd.brief.too_long=window",
         )
 
 

@@ -14,7 +14,7 @@ from verl_opsd.cooperbench.dataset import POCKET_DIR, load_subset
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import ensure_tiny
 from verl_opsd.paths import cache_dir
-from verl_opsd.privilege import Section, compose, register_brief
+from verl_opsd.privilege import Section, ViewTooLong, compose, register_brief
 from verl_opsd.privilege import briefs as registry
 from verl_opsd.privilege.workflows import draft, file_name
 from verl_opsd.rundir import RunDir
@@ -184,6 +184,31 @@ def test_branches_whose_view_is_too_long_are_left_out_and_recorded(student, tmp_
     assert (
         rows(config(limited | {"max_view_tokens": 3}), made, tokenizer) == []
     )  # the episode is there, with a row without loss
+
+
+def test_branches_in_windows_are_said(student, tmp_path, monkeypatch):
+    """Two replies with long prompts between them: what does not fit as one pass becomes two, and the record says which."""
+    monkeypatch.setenv("OPSD_RUN_DIR", str(tmp_path))
+    made, tokenizer = episode(student, "")
+    first = made.turns[0]
+    line = tokenizer.encode("<|im_end|>\n<|im_start|>user\n" + "more " * 200, add_special_tokens=False)[1:]
+    header = tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    second = dataclasses.replace(first, turn=1, start=first.end, new_ids=np.array([*line, *header], np.int32))
+    made = dataclasses.replace(made, turns=(first, second, made.turns[1]))
+    whole = rows(config({"name": "peer_spec"}), made, tokenizer)
+    length = int(whole[0].opsd_row["opsd_view_len"].sum())
+    limited = {"name": "peer_spec", "max_view_tokens": length - 1, "too_long": "window", "window_context": 1}
+    windowed = rows(config(limited), made, tokenizer)
+    assert len(windowed) == 2
+    lengths = windowed[0].opsd_row["opsd_view_len"].tolist()
+    assert len(lengths) == 2 and max(lengths) < length
+    assert windowed[0].opsd_row["opsd_position"].tolist() == whole[0].opsd_row["opsd_position"].tolist()
+    assert evidence(tmp_path) == [("view_windows", 1)]
+    detail = json.loads((tmp_path / "evidence.jsonl").read_text())["detail"]
+    n = len(first.response_ids)
+    assert "agent1 branch 0: tokens 0.." in detail and detail.count(f"for {n} positions") == 2 and " + " in detail
+    with pytest.raises(ViewTooLong, match="window_context"):
+        rows(config(limited | {"max_view_tokens": 60, "window_context": 1}), made, tokenizer)
 
 
 def test_hindsight_gives_rows_to_agents_with_edits_only(student, tmp_path, monkeypatch):
