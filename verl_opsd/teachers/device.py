@@ -1,7 +1,8 @@
 """`DeviceTeacher`: another model, whole on one device, that scores by hidden states under its own vocabulary weight.
 
-It is a plain transformers model (no FSDP, nothing offloaded) and runs one sequence a forward, so that no sequence can see another
+It is a transformers model (no FSDP, nothing offloaded) and runs one sequence a forward, so that no sequence can see another
 and a causal kernel needs no mask. Of a forward only the hidden states at the asked positions are kept; logits are never made.
+A Qwen3.5 model runs a long sequence in parts that hand their state on, and a prefix that several passes of a row share once.
 
 Suffixes: N loss positions of a row, T tokens of a sequence, H hidden size, V vocabulary.
 """
@@ -17,11 +18,15 @@ from torch import Tensor, nn
 
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
+from verl_opsd.models import attention, kernels
+from verl_opsd.models.gated_delta import CarriedState
 from verl_opsd.models.memory import out_of_the_file
 from verl_opsd.teachers.base import Pass, slots_of
 
 #: Largest relative difference between two ways to the same numbers on one kind of device, by dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+#: Tokens of one part of a long sequence: activations of a part are what a forward needs beside weights and carried keys and values.
+PART = 16384
 
 
 class DeviceTeacher:
@@ -29,6 +34,9 @@ class DeviceTeacher:
 
     Attributes:
         name: ``Signal.head_id``.
+        carries: whether state is handed on from part to part and from a shared prefix to its branches.
+        part: tokens of one part of a long sequence.
+        tokens: that it has run so far.
         head_error: largest difference between the model's own logits and hidden state @ vocabulary weight, relative to the largest
             logit; measured once at the start.
     """
@@ -45,17 +53,33 @@ class DeviceTeacher:
         """
         from transformers import AutoModelForCausalLM
 
-        self.name, self.device, self.dtype = name, torch.device(device), dtype
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
         if adapter is not None:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-        if self.device.type == "cpu":
+        if torch.device(device).type == "cpu":
             out_of_the_file(model)
+        self._take(model, dtype, device, name)
+
+    @classmethod
+    def of(cls, model: Any, dtype: torch.dtype, device: torch.device | str, name: str) -> DeviceTeacher:
+        """A teacher of a model that is already in memory; it is changed (:func:`verl_opsd.models.kernels.install`) and kept."""
+        self = cls.__new__(cls)
+        self._take(model, dtype, device, name)
+        return self
+
+    def _take(self, model: Any, dtype: torch.dtype, device: torch.device | str, name: str) -> None:
+        self.name, self.device, self.dtype = name, torch.device(device), dtype
+        self.carries = kernels.is_hybrid(model)
+        if self.carries:
+            kernels.install(model, kernels.choose(kernels.Facts.of_this_process()))
+            model.set_attn_implementation(attention.ATTENTION)
         self._model = model.to(self.device).eval().requires_grad_(False)
         self._head: nn.Linear = self._model.get_output_embeddings()
         self._limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.part = PART
+        self.tokens = 0
         self.head_error = self._head_error()
         if not self.head_error <= TOLERANCE[dtype]:
             raise OpsdError(
@@ -100,10 +124,53 @@ class DeviceTeacher:
         return out[0, len(ids_T) :].cpu()
 
     @torch.no_grad()
-    def _hidden(self, ids_T: Tensor, index_N: Tensor) -> Tensor:
-        """[N, H] what the vocabulary head reads at ``index_N``, on the device."""
-        states_TH = self._model.base_model(input_ids=ids_T[None].to(self.device), use_cache=False).last_hidden_state[0]
-        return states_TH[index_N.to(self.device)]
+    def _hidden(self, ids_T: Tensor, index_N: Tensor, state: CarriedState | None = None, start: int = 0) -> Tensor:
+        """[N, H] what the vocabulary head reads at ``index_N``, on the device.
+
+        Args:
+            ids_T: the tokens that run; the first is token ``start`` of its sequence.
+            index_N: positions in ``ids_T``.
+            state: what the tokens before left; it is moved on to the end of ``ids_T``.
+        """
+        self.tokens += len(ids_T)
+        asked, index_N = ids_T[None].to(self.device), index_N.to(self.device)
+        if not self.carries:
+            return self._model.base_model(input_ids=asked, use_cache=False).last_hidden_state[0][index_N]  # type: ignore[no-any-return]
+        if state is None and len(ids_T) > self.part:
+            state = CarriedState()
+        out_NH = torch.empty(len(index_N), self._head.in_features, dtype=self.dtype, device=self.device)
+        for a in range(0, len(ids_T), self.part):
+            part = asked[:, a : a + self.part]
+            places = torch.arange(start + a, start + a + part.shape[1], device=self.device)[None]
+            states_TH = self._model.base_model(
+                input_ids=part, position_ids=places, past_key_values=state, use_cache=state is not None
+            ).last_hidden_state[0]
+            here_N = (index_N >= a) & (index_N < a + part.shape[1])
+            out_NH[here_N] = states_TH[index_N[here_N] - a]
+        return out_NH
+
+    def _in_branches(self, passes: Sequence[Pass]) -> list[Tensor]:
+        """[N_p, H] of each pass; tokens that a pass shares with the next one run once."""
+        out, trunk, at, state = [], torch.zeros(0, dtype=torch.int64), 0, CarriedState()
+        for p, following in zip(passes, [*passes[1:], None], strict=True):
+            ids_T, first = p.ids_T, int(p.index_N.min())
+            if at > first or shared(trunk[:at], ids_T) < at:
+                at, state = 0, CarriedState()
+            until = at
+            if following is not None:
+                until = max(at, min(shared(ids_T, following.ids_T), int(following.index_N.min()), len(ids_T) - 1))
+            found = []
+            for a, b in ((at, until), (until, len(ids_T))):
+                if b > a:  # the shared part moves the trunk on, the rest starts from it
+                    here_N = (p.index_N >= a) & (p.index_N < b)
+                    branch = state.fork() if b == len(ids_T) else state
+                    found.append((here_N, self._hidden(ids_T[a:b], p.index_N[here_N] - a, branch, a)))
+            hidden_NH = torch.empty(len(p.index_N), self._head.in_features, dtype=self.dtype, device=self.device)
+            for here_N, part_NH in found:
+                hidden_NH[here_N.to(self.device)] = part_NH
+            out.append(hidden_NH)
+            trunk, at = ids_T, until
+        return out
 
     def score(self, passes: Sequence[Pass]) -> Signal:
         """See :meth:`verl_opsd.teachers.base.Scorer.score`.
@@ -128,5 +195,17 @@ class DeviceTeacher:
                     "student and teacher read the same ids",
                     "choose a teacher of the student's family",
                 )
-            out_NH[p.slots_N] = self._hidden(p.ids_T, p.index_N).cpu()
+        if self.carries and len(passes) > 1:
+            hidden = self._in_branches(passes)
+        else:
+            hidden = [self._hidden(p.ids_T, p.index_N) for p in passes]
+        for p, hidden_NH in zip(passes, hidden, strict=True):
+            out_NH[p.slots_N] = hidden_NH.cpu()
         return Signal(hidden_NH=out_NH, head_id=self.name)
+
+
+def shared(a_T: Tensor, b_T: Tensor) -> int:
+    """Number of tokens that two sequences share from their beginning."""
+    n = min(len(a_T), len(b_T))
+    different = (a_T[:n] != b_T[:n]).nonzero()
+    return int(different[0]) if len(different) else n

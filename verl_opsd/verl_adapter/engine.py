@@ -17,19 +17,19 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from peft.tuners.tuners_utils import BaseTunerLayer
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import get_device_id
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_opsd.distill.head import HeadTask, LossPositionHead, install_head
 from verl_opsd.errors import OpsdError
+from verl_opsd.models.forward import adapters_off, run_head
 from verl_opsd.verl_adapter import ulysses
 from verl_opsd.verl_adapter.copies import WeightCopy, copy_for, load_copy, save_copy
 from verl_opsd.verl_adapter.loss import COPIES, OpsdLoss
@@ -38,24 +38,6 @@ from verl_opsd.verl_adapter.step import Head, kept_coefficient, loss_task, metri
 
 #: Largest relative difference of a hidden state between a sequence alone and beside another one, by compute dtype.
 LAYOUT_THRESHOLD = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
-
-
-@contextmanager
-def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Runs the base model: adapter layers skip their adapters. ``requires_grad`` is not touched.
-
-    PEFT's own ``disable_adapter`` freezes the adapters on the way; FSDP2 may hold unsharded parameters at that moment, and the
-    sharded ones then stay frozen without an error.
-    """
-    layers = [m for m in module.modules() if isinstance(m, BaseTunerLayer)]
-    before = [m._disable_adapters for m in layers]
-    try:
-        for m in layers:
-            m._disable_adapters = True
-        yield
-    finally:
-        for m, was in zip(layers, before, strict=True):
-            m._disable_adapters = was
 
 
 ulysses.register()
@@ -336,24 +318,8 @@ class OpsdEngine(FSDPEngineWithLMHead):
         return whole
 
     def _run(self, model_inputs: dict[str, Any], task: HeadTask | None) -> Tensor:
-        mixed = self._autocast_dtype != torch.float32
-        self.head.task = task
         self.forwards += 1
-        try:
-            with torch.autocast(get_device_name(), dtype=self._autocast_dtype) if mixed else nullcontext():
-                out: Tensor = self.module(**model_inputs, use_cache=False).logits
-        finally:
-            self.head.task = None
-        if task is None:
-            return out
-        want = (1, 1, 1) if task.kind == "loss" else (1, task.index_N.numel(), self.head.in_features)
-        if tuple(out.shape) != want or (task.kind == "loss" and task.result is None):
-            raise OpsdError(
-                f"the model returned logits of shape {tuple(out.shape)} for a {task.kind} task, expected {want}",
-                "logits are the output of the vocabulary head and nothing is done to them",
-                "use a model whose forward calls its output embeddings and returns their result as logits",
-            )
-        return out
+        return run_head(self.module, self.head, task, self._autocast_dtype, model_inputs)
 
     def inputs(self, ids: Sequence[Tensor], rope_rows: int | None = None) -> TensorDict:
         """Sequences as verl's micro-batch in the engine's layout, on the device.
@@ -504,7 +470,8 @@ class OpsdEngine(FSDPEngineWithLMHead):
         self.prepare(loss_function)
         batch = micro_batch.to(get_device_id())
         tu.assign_non_tensor(batch, temperature=1.0)
-        task = loss_task(batch, loss_function, *self._heads_of(loss_function), self.get_data_parallel_size())
+        packed = tu.get_non_tensor_data(batch, "use_remove_padding", True)
+        task = loss_task(batch, loss_function, *self._heads_of(loss_function), self.get_data_parallel_size(), packed)
         loss = self.run(batch, task).sum()
         assert task.result is not None
         if loss_function.task_reward is not None:

@@ -1,17 +1,15 @@
-"""One micro-batch of a distillation step: from verl's rows to the head's task, and from its result to verl's record.
+"""One micro-batch of a distillation step: from rows to the head's task, and from its result to verl's record. Needs no verl.
 
 Suffixes: N loss positions of the micro-batch, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
-from verl.utils import tensordict_utils as tu
 
 from verl_opsd.distill.head import HeadResult, HeadTask
 from verl_opsd.distill.policy import PpoClip, ppo_loss
@@ -30,13 +28,16 @@ ROW_VALUES = ("coef", "class", "turn", "position")
 Head = tuple[str, Tensor | None]
 
 
-def loss_task(batch: TensorDict, loss: OpsdLoss, teacher: Head, reference: Head, ranks: int) -> HeadTask:
+def loss_task(
+    batch: Mapping[str, Tensor], loss: OpsdLoss, teacher: Head, reference: Head, ranks: int, packed: bool
+) -> HeadTask:
     """The head's task for a micro-batch.
 
     Args:
         batch: rows (``tokens.rows``) with ``opsd_signal`` (and ``opsd_base``), on the device.
         teacher, reference: vocabulary heads under which ``opsd_signal`` and ``opsd_base`` are read.
         ranks: data-parallel ranks; FSDP averages over them, so coefficients are multiplied by their number.
+        packed: rows one after another in one sequence; otherwise right-padded (``passes.layout_index``).
 
     Raises:
         OpsdError: a signal is missing or of another length, or coefficients would not be used.
@@ -58,7 +59,6 @@ def loss_task(batch: TensorDict, loss: OpsdLoss, teacher: Head, reference: Head,
                 "one number divides the step's whole gradient, and this term has its own denominator",
                 f"take the threshold at collection, or build the rows with opsd_{name} = 0",
             )
-    packed = tu.get_non_tensor_data(batch, "use_remove_padding", True)
     return HeadTask(
         kind="loss",
         index_N=layout_index([len(x) for x in ids], positions, packed),
@@ -76,7 +76,7 @@ def loss_task(batch: TensorDict, loss: OpsdLoss, teacher: Head, reference: Head,
     )
 
 
-def task_reward_loss(batch: TensorDict, task: HeadTask, clip: PpoClip, ranks: int, mine_N: Tensor | None) -> Tensor:
+def task_reward_loss(batch: Mapping[str, Tensor], task: HeadTask, clip: PpoClip, ranks: int, mine_N: Tensor | None) -> Tensor:
     """PPO's term of a micro-batch, 0-d.
 
     Args:
@@ -90,12 +90,12 @@ def task_reward_loss(batch: TensorDict, task: HeadTask, clip: PpoClip, ranks: in
     return ppo_loss(task.log_probs_N, behaviour_N, reward_N, clip)
 
 
-def kept_coefficient(batch: TensorDict, result: HeadResult, above: float) -> Tensor:
+def kept_coefficient(batch: Mapping[str, Tensor], result: HeadResult, above: float) -> Tensor:
     """Sum of the coefficients of the positions whose divergence is above ``above`` nats; float64, 0-d."""
     return (flat(batch, "opsd_coef") * threshold_mask(result.divergence_N, above)).to(torch.float64).sum()
 
 
-def metrics_of(batch: TensorDict, result: HeadResult, step: int) -> dict[str, list[float]]:
+def metrics_of(batch: Mapping[str, Tensor], result: HeadResult, step: int) -> dict[str, list[float]]:
     """A flat list for each of ``TOKEN_VALUES`` and ``ROW_VALUES``, ``opsd/turn_position``, and ``opsd/step``, the optimizer step."""
     metrics = {f"opsd/{k}": getattr(result, f"{k}_N").tolist() for k in TOKEN_VALUES}
     metrics |= {f"opsd/{k}": flat(batch, f"opsd_{k}").tolist() for k in ROW_VALUES}
@@ -112,7 +112,7 @@ def turn_position(turn_N: Tensor) -> Tensor:
     return place_N - torch.where(first_N, place_N, 0).cummax(0).values
 
 
-def values_by_row(batch: TensorDict, result: HeadResult) -> dict[str, Tensor]:
+def values_by_row(batch: Mapping[str, Tensor], result: HeadResult) -> dict[str, Tensor]:
     """Fields ``value_<name>`` for each of ``TOKEN_VALUES``, jagged by row."""
     counts: Sequence[Any] = [len(p) for p in batch["opsd_position"].unbind()]
     return {f"value_{k}": jagged(getattr(result, f"{k}_N").split(counts)) for k in TOKEN_VALUES}

@@ -10,8 +10,9 @@ import torch
 from ranks import ADAPTER, INITIAL, MODELS, RANK, all_rows, build, gathered, mine, one_step, set_params
 from tiny import batch, make_row, reference_model
 
+from verl_opsd.models.forward import adapters_off
 from verl_opsd.verl_adapter import checks
-from verl_opsd.verl_adapter.engine import OpsdEngine, adapters_off
+from verl_opsd.verl_adapter.engine import OpsdEngine
 from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, PhiConfig
 
 from verl_opsd.errors import OpsdError
-from verl_opsd.models.tiny import make_tiny
+from verl_opsd.models.tiny import make_tiny, make_tiny_hybrid
 from verl_opsd.teachers.base import Pass, slots_of
 from verl_opsd.teachers.device import DeviceTeacher
 
@@ -167,3 +167,57 @@ def test_accelerator_against_the_host(path: Path, teacher: DeviceTeacher) -> Non
     print(f"16,384 tokens: {peak / 2**20:.0f} MiB above the weights")
     assert torch.cuda.memory_allocated() == before
     assert peak < 16384 * 2048 * 2  # bytes of bf16 logits at this vocabulary: more than all that is live at once
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeviceTeacher, AutoModelForCausalLM]:
+    """A Qwen3.5 teacher, and the same model in transformers' code."""
+    path = make_tiny_hybrid(tmp_path_factory.mktemp("hybrid") / "teacher", seed=6)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return DeviceTeacher(str(path), torch.float32, "cpu", "hybrid"), plain
+
+
+@torch.no_grad()
+def plain_hidden(model: AutoModelForCausalLM, p: Pass) -> Tensor:
+    return model.base_model(input_ids=p.ids_T[None], use_cache=False).last_hidden_state[0, p.index_N]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("part", [1000, 64, 37])
+def test_parts_of_a_long_view_are_one_pass(hybrid: tuple[DeviceTeacher, AutoModelForCausalLM], part: int) -> None:
+    teacher, plain = hybrid
+    teacher.part = part
+    p = a_pass([0, 1, 2, 3], ids_of(150, 7), [149, 0, 63, 64])
+    hidden = teacher.score([p]).hidden_NH
+    torch.testing.assert_close(hidden, plain_hidden(plain, p), rtol=1e-3, atol=3e-4)
+
+
+def test_branches_of_one_trunk_run_it_once(hybrid: tuple[DeviceTeacher, AutoModelForCausalLM]) -> None:
+    """Passes as ``last_user`` places a brief: each is the history to some point, the brief, and the reply."""
+    teacher, plain = hybrid
+    teacher.part = 64
+    history, brief = ids_of(160, 8), ids_of(12, 9)
+    ends = [40, 90, 91, 150]  # of the history, each followed by the brief and ten tokens of reply
+    passes = [
+        a_pass([2 * i, 2 * i + 1], torch.cat([history[:e], brief, history[e : e + 10]]), [e + 11, e + 20])
+        for i, e in enumerate(ends)
+    ]
+    before = teacher.tokens
+    hidden = teacher.score(passes).hidden_NH
+    assert hidden is not None
+    for i, p in enumerate(passes):
+        torch.testing.assert_close(hidden[2 * i : 2 * i + 2], plain_hidden(plain, p), rtol=1e-3, atol=3e-4)
+    # 40 tokens are a prefix of all; the first pass's brief replaces what comes after, and so on: the trunk runs once.
+    assert teacher.tokens - before == 150 + len(ends) * 22
+    reordered = [passes[2], passes[0], passes[3], passes[1]]
+    again = teacher.score(reordered).hidden_NH
+    torch.testing.assert_close(again, hidden, rtol=1e-3, atol=3e-4)
+
+
+def test_a_loss_position_inside_the_trunk_is_scored(hybrid: tuple[DeviceTeacher, AutoModelForCausalLM]) -> None:
+    teacher, plain = hybrid
+    ids = ids_of(100, 10)
+    one, two = a_pass([0, 1, 2], ids, [5, 50, 99]), a_pass([3, 4], torch.cat([ids[:60], ids_of(20, 11)]), [20, 79])
+    hidden = teacher.score([one, two]).hidden_NH
+    assert hidden is not None
+    torch.testing.assert_close(hidden[:3], plain_hidden(plain, one), rtol=1e-3, atol=3e-4)
+    torch.testing.assert_close(hidden[3:], plain_hidden(plain, two), rtol=1e-3, atol=3e-4)

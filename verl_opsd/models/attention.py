@@ -1,0 +1,76 @@
+"""Causal attention without a mask in memory: over packed sequences, and over keys that an earlier part of the same sequence left.
+
+Suffixes: B batch, A heads, T query tokens, S key tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from verl_opsd.errors import OpsdError
+
+#: ``attn_implementation`` of :func:`packed_sdpa`.
+ATTENTION = "opsd_sdpa"
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int], scale: float | None, dropout: float) -> Tensor:
+    """[B, A, T, D] from queries [B, A, T, D] and keys and values [B, A', S, D]; A is a multiple of A'.
+
+    Args:
+        bounds: where sequences begin, and T; with several of them S is T. With one, the queries are the last T of S tokens.
+    """
+    gqa = query.shape[1] != key.shape[1]
+    if len(bounds) == 2 and query.shape[2] != key.shape[2]:
+        bias: Any = causal_lower_right(query.shape[2], key.shape[2])
+        if query.device.type == "cpu":  # math there: the mask is small, and this class knows no groups
+            key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout, scale=scale)
+        return F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale, enable_gqa=gqa)
+    parts = [
+        F.scaled_dot_product_attention(
+            query[:, :, a:b],
+            key[:, :, a:b],
+            value[:, :, a:b],
+            dropout_p=dropout,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=gqa,
+        )
+        for a, b in itertools.pairwise(bounds)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def packed_sdpa(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention interface over :func:`causal`; sequences come from ``cu_seq_lens_q`` where a forward has several.
+
+    Raises:
+        OpsdError: a padding mask, which this attention would ignore.
+    """
+    if attention_mask is not None:
+        raise OpsdError(
+            f"{ATTENTION} with an attention mask of shape {tuple(attention_mask.shape)}",
+            "it is causal over whole or packed sequences and reads no mask",
+            "pack the sequences (actor_rollout_ref.model.use_remove_padding=true), or use attn_implementation=sdpa",
+        )
+    lengths = kwargs.get("cu_seq_lens_q")
+    bounds = [0, query.shape[2]] if lengths is None else lengths.tolist()
+    dropout = kwargs.get("dropout", 0.0) if module.training else 0.0
+    return causal(query, key, value, bounds, kwargs.get("scaling"), dropout).transpose(1, 2), None
+
+
+def register() -> None:
+    """Makes :data:`ATTENTION` known to transformers; again does nothing."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, packed_sdpa)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: kwargs.get("attention_mask"))

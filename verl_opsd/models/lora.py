@@ -1,0 +1,72 @@
+"""PEFT's LoRA on a frozen linear layer as one operation: no float32 copy of the input, no separate sum.
+
+PEFT casts the whole input to the adapter's float32, and under autocast back again; with rank 32 these copies cost more than the
+adapter's products. Here the products run in the compute dtype and are added into the base's output; masters and their gradients stay
+float32.
+
+Suffixes: M tokens, I in features, O out features, R rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class _FrozenLinearLora(torch.autograd.Function):
+    """x W^T + s (x A^T) B^T with W frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        x_MI, weight_OI, b_OR = x.reshape(-1, x.shape[-1]).to(dtype), weight_OI.to(dtype), b_OR.detach()
+        low_MR = x_MI @ a_RI.detach().to(dtype).T
+        out_MO = torch.mm(x_MI, weight_OI.T)
+        out_MO.addmm_(low_MR, b_OR.to(dtype).T, alpha=scale)
+        ctx.save_for_backward(x_MI, weight_OI, a_RI, b_OR, low_MR)
+        ctx.scale, ctx.shape, ctx.dtype = scale, x.shape, x.dtype
+        return out_MO.reshape(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_MI, weight_OI, a_RI, b_OR, low_MR = ctx.saved_tensors
+        dtype = x_MI.dtype
+        grad_MO = grad.reshape(-1, grad.shape[-1]).to(dtype)
+        low_grad_MR = (grad_MO @ b_OR.to(dtype)).mul_(ctx.scale)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.mm(grad_MO, weight_OI)
+            grad_x.addmm_(low_grad_MR, a_RI.to(dtype))
+            grad_x = grad_x.reshape(ctx.shape).to(ctx.dtype)
+        grad_a = (low_grad_MR.T @ x_MI).to(a_RI.dtype)
+        grad_b = (grad_MO.T @ low_MR).to(b_OR.dtype) * ctx.scale
+        return grad_x, None, grad_a, grad_b, None, None
+
+
+class FusedLoraLinear(Linear):
+    """PEFT's layer by a class swap (:func:`verl_opsd.models.kernels.fuse_adapters`); any other use than plain LoRA takes PEFT's own path."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As PEFT's."""
+        active = [k for k in self.active_adapters if k in self.lora_A]
+        base = self.base_layer
+        plain = (
+            len(active) == 1
+            and not (args or kwargs or self.disable_adapters or self.merged or active[0] in self.lora_variant)
+            and base.bias is None
+            and not base.weight.requires_grad
+            and self.lora_A[active[0]].bias is None
+            and self.lora_B[active[0]].bias is None
+            and isinstance(self.lora_dropout[active[0]], nn.Identity)
+        )
+        if not plain:
+            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else base.weight.dtype
+        a, b = self.lora_A[active[0]].weight, self.lora_B[active[0]].weight
+        out: Tensor = _FrozenLinearLora.apply(x, base.weight, a, b, self.scaling[active[0]], dtype)
+        return out
