@@ -150,6 +150,9 @@ def fuse_adapters(model: nn.Module) -> None:
     for m in model.modules():
         if type(m) is Linear and type(m.base_layer) is nn.Linear:
             m.__class__ = FusedLoraLinear
+    for m in model.modules():
+        if isinstance(m, qwen3_5.Qwen3_5DecoderLayer) and isinstance(m.mlp.down_proj, FusedLoraLinear):
+            m.mlp.down_proj.ends_layer = True
 
 
 def check(config: Any, device: torch.device | str, dtype: torch.dtype, kernels: Kernels) -> dict[str, float]:

@@ -9,6 +9,9 @@ Suffixes: M tokens, I in features, O out features, R rank.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,16 +19,37 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+_SECOND = threading.local()
+
+
+@contextmanager
+def second_forward() -> Iterator[None]:
+    """Marks the forward that a checkpointed layer runs again in backward: only what it saves is used, not what it returns."""
+    _SECOND.on = True
+    try:
+        yield
+    finally:
+        _SECOND.on = False
+
+
+def _unused(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape)
+
 
 class _FrozenLinearLora(torch.autograd.Function):
-    """x W^T + s (x A^T) B^T with W frozen."""
+    """x W^T + s (x A^T) B^T with W frozen; with ``skip`` what backward needs alone, and an output that nothing reads."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, dtype: torch.dtype, skip: bool
+    ) -> Tensor:
         x_MI, weight_OI, b_OR = x.reshape(-1, x.shape[-1]).to(dtype), weight_OI.to(dtype), b_OR.detach()
         low_MR = x_MI @ a_RI.detach().to(dtype).T
-        out_MO = torch.mm(x_MI, weight_OI.T)
-        out_MO.addmm_(low_MR, b_OR.to(dtype).T, alpha=scale)
+        if skip:
+            out_MO = _unused(x_MI, len(x_MI), len(weight_OI))
+        else:
+            out_MO = torch.mm(x_MI, weight_OI.T)
+            out_MO.addmm_(low_MR, b_OR.to(dtype).T, alpha=scale)
         ctx.save_for_backward(x_MI, weight_OI, a_RI, b_OR, low_MR)
         ctx.scale, ctx.shape, ctx.dtype = scale, x.shape, x.dtype
         return out_MO.reshape(*x.shape[:-1], -1)
@@ -44,11 +68,17 @@ class _FrozenLinearLora(torch.autograd.Function):
             grad_x = grad_x.reshape(ctx.shape).to(ctx.dtype)
         grad_a = (low_grad_MR.T @ x_MI).to(a_RI.dtype)
         grad_b = (grad_MO.T @ low_MR).to(b_OR.dtype) * ctx.scale
-        return grad_x, None, grad_a, grad_b, None, None
+        return grad_x, None, grad_a, grad_b, None, None, None
 
 
 class FusedLoraLinear(Linear):
-    """PEFT's layer by a class swap (:func:`verl_opsd.models.kernels.fuse_adapters`); any other use than plain LoRA takes PEFT's own path."""
+    """PEFT's layer by a class swap (:func:`verl_opsd.models.kernels.fuse_adapters`); any other use than plain LoRA takes PEFT's own path.
+
+    Attributes:
+        ends_layer: its output is only added to the layer's output, so a second forward of the layer does not need it.
+    """
+
+    ends_layer = False
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As PEFT's."""
@@ -68,5 +98,6 @@ class FusedLoraLinear(Linear):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else base.weight.dtype
         a, b = self.lora_A[active[0]].weight, self.lora_B[active[0]].weight
-        out: Tensor = _FrozenLinearLora.apply(x, base.weight, a, b, self.scaling[active[0]], dtype)
+        skip = self.ends_layer and getattr(_SECOND, "on", False)
+        out: Tensor = _FrozenLinearLora.apply(x, base.weight, a, b, self.scaling[active[0]], dtype, skip)
         return out

@@ -1,0 +1,125 @@
+"""Which layers keep their activations, what that costs, and that the gradient does not depend on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+
+from verl_opsd.errors import OpsdError
+from verl_opsd.models import checkpointing, kernels, lora
+from verl_opsd.models.checkpointing import Plan
+from verl_opsd.planning.shape import ModelShape
+
+TINY: dict[str, Any] = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TINY)).train()
+
+
+@pytest.mark.parametrize("keep", [(False,) * 4, (True, False, True, False), (True,) * 4])
+@pytest.mark.parametrize("offload", [False, True])
+def test_gradients_do_not_depend_on_the_plan(model: Any, keep: tuple[bool, ...], offload: bool) -> None:
+    ids = torch.arange(20)[None] % 31
+
+    def grads(plan: Plan) -> tuple[list[torch.Tensor], int]:
+        checkpointing.apply(model, plan)
+        calls = []
+        hooks = [layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1)) for layer in model.model.layers]
+        model.zero_grad()
+        model(ids, use_cache=False).logits.square().sum().backward()
+        for h in hooks:
+            h.remove()
+        return [p.grad.clone() for p in model.parameters()], len(calls)
+
+    want, once = grads(Plan((True,) * 4))
+    got, calls = grads(Plan(keep, offload))
+    assert once == 4 and calls == 4 + keep.count(False)
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_only_inputs_go_to_the_host(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[tuple[int, ...]] = []
+    before = checkpointing.HostInputs._to_host
+    monkeypatch.setattr(
+        checkpointing.HostInputs, "_to_host", lambda self, t: (moved.append(tuple(t.shape)), before(self, t))[1]
+    )
+    checkpointing.apply(model, Plan((False, True, False, False), offload=True))
+    model(torch.arange(20)[None], use_cache=False).logits.sum().backward()
+    assert [s for s in moved if len(s) == 3] == [(1, 20, 16)] * 3 and all(s in ((1, 20, 16), (0,)) for s in moved)
+
+
+def test_a_plan_of_another_model_is_refused(model: Any) -> None:
+    with pytest.raises(OpsdError, match="3 layers for a model of 4"):
+        checkpointing.apply(model, Plan((False,) * 3))
+
+
+SHAPE = ModelShape.of(Qwen3_5TextConfig())
+
+
+def test_layers_are_kept_until_the_budget_is_full() -> None:
+    tokens, inputs = 32768, 32768 * 32 * 8192
+    assert checkpointing.plan(SHAPE, tokens, inputs).keep == (False,) * 32
+    attention, linear = (tokens * (SHAPE.kept_bytes(k) - 8192) for k in ("full_attention", "linear_attention"))
+    # At 32k an attention layer's second forward costs more for a byte, so these are kept first, from the last on.
+    assert [i for i, k in enumerate(checkpointing.plan(SHAPE, tokens, inputs + 2 * attention).keep) if k] == [27, 31]
+    one_more = checkpointing.plan(SHAPE, tokens, inputs + 8 * attention + linear)
+    assert [i for i, k in enumerate(one_more.keep) if k] == [3, 7, 11, 15, 19, 23, 27, 30, 31]
+    assert checkpointing.plan(SHAPE, tokens, 1e15).keep == (True,) * 32
+    assert checkpointing.kept_bytes(SHAPE, one_more, tokens) == inputs + 8 * attention + linear
+    # Inputs on the host count nothing: one byte short of an attention layer, a linear one is kept.
+    enough = tokens * SHAPE.kept_bytes("full_attention")
+    for budget, kept in ((enough, 31), (enough - 1, 30)):
+        assert [i for i, k in enumerate(checkpointing.plan(SHAPE, tokens, budget, offload=True).keep) if k] == [kept]
+    with pytest.raises(OpsdError, match="on the host"):
+        checkpointing.plan(SHAPE, tokens, inputs - 1)
+
+
+def test_a_second_forward_leaves_out_the_product_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    base = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TINY))
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["gate_proj", "up_proj", "down_proj", "q_proj"])).train()
+    for k, p in adapted.named_parameters():
+        if "lora_B" in k:
+            p.data.normal_()
+    kernels.fuse_adapters(adapted)
+    left_out: list[int] = []
+
+    def unused(like: torch.Tensor, *shape: int) -> torch.Tensor:
+        left_out.append(1)
+        return like.new_full(shape, torch.nan)
+
+    monkeypatch.setattr(lora, "_unused", unused)
+
+    def grads(keep: bool) -> list[torch.Tensor]:
+        checkpointing.apply(adapted, Plan((keep,) * 4))
+        adapted.zero_grad()
+        adapted(input_ids=torch.arange(20)[None], use_cache=False).logits.square().sum().backward()
+        return [p.grad.clone() for p in adapted.parameters() if p.grad is not None]
+
+    want = grads(True)
+    assert not left_out
+    got = grads(False)
+    assert len(left_out) == 4 and len(want) == len(got) == 26
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,1 @@
+"""How much memory and time a layout takes, before a device is touched."""

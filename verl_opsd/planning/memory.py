@@ -1,0 +1,96 @@
+"""Bytes of a distillation step and of a scoring pass, by part, from the models' shapes.
+
+The formulas count what this project's code holds at its peak; benchmarks/pair.py prints them beside what it measures. Bytes, one device.
+"""
+
+from __future__ import annotations
+
+from verl_opsd.errors import OpsdError
+from verl_opsd.models.checkpointing import Plan, kept_bytes, plan
+from verl_opsd.planning.shape import BF16, Kind, ModelShape
+
+#: Part of a device's memory that the allocator can't use for one more tensor, and bytes of the CUDA context and libraries.
+SPREAD, CONTEXT = 0.03, 1.5e9
+#: Loss positions of one chunk of the vocabulary head in float32 logits of student and teacher, their gradient in bf16 (benchmarks/head.py).
+HEAD_CHUNK = 256
+#: Bytes of a trained parameter: float32 master, gradient and two moments.
+TRAINED = 16
+
+
+def usable(device_bytes: float) -> float:
+    """Bytes of a device that tensors can take."""
+    return device_bytes * (1 - SPREAD) - CONTEXT
+
+
+def head_bytes(shape: ModelShape) -> float:
+    """Of the vocabulary head at work."""
+    return HEAD_CHUNK * shape.vocab * (4 + 4 + BF16 + 2)
+
+
+def backward_bytes(shape: ModelShape, kind: Kind) -> float:
+    """Of one token in one layer's backward, beside what the layer keeps: gradients, and what kernels hold while they run."""
+    mlp = BF16 * (2 * shape.hidden + 2 * shape.intermediate)
+    if kind == "full_attention":
+        return max(mlp, BF16 * (2 * shape.hidden + 6 * shape.query) + 4 * shape.query)
+    states = 2 * shape.linear_value_heads * shape.linear_key_dim * shape.linear_value_dim / 64
+    return max(mlp, BF16 * (2 * shape.hidden + states + 9 * shape.linear_values))
+
+
+def forward_bytes(shape: ModelShape) -> float:
+    """Of one token in a forward without gradient: the largest layer at work."""
+    states = shape.linear_value_heads * shape.linear_key_dim * shape.linear_value_dim / 64
+    mixed = 2 * shape.linear_keys + shape.linear_values
+    mlp = 3 * shape.hidden + 3 * shape.intermediate
+    linear = 3 * shape.hidden + 2 * mixed + 5 * shape.linear_values + states
+    return BF16 * max(mlp, linear, 3 * shape.hidden + 5 * shape.query)
+
+
+def work_bytes(shape: ModelShape, tokens: int, chosen: Plan) -> float:
+    """Of a student's step beside weights and what layers keep: the layer at work, and the head."""
+    layers = []
+    for kind, keep in zip(shape.kinds, chosen.keep, strict=True):
+        layers.append(backward_bytes(shape, kind) + (0 if keep else shape.kept_bytes(kind)))
+    return tokens * max(layers) + head_bytes(shape)
+
+
+def step_bytes(shape: ModelShape, tokens: int, chosen: Plan) -> float:
+    """Of a student's step on ``tokens`` tokens, beside weights and optimizer state."""
+    return kept_bytes(shape, chosen, tokens) + work_bytes(shape, tokens, chosen)
+
+
+def student_bytes(shape: ModelShape, rank: int) -> float:
+    """Weights in bf16, adapters in float32 with their gradients and moments."""
+    return BF16 * shape.parameters + TRAINED * shape.lora_parameters(rank)
+
+
+def teacher_bytes(shape: ModelShape) -> float:
+    """Weights in bf16."""
+    return float(BF16 * shape.parameters)
+
+
+def score_bytes(shape: ModelShape, tokens: int, part: int) -> float:
+    """Of a scoring pass beside weights: a part at work, and keys and values that are carried, once more while one layer's grow."""
+    carried = tokens * shape.carried_bytes() if tokens > part else 0
+    layers = max(shape.kinds.count("full_attention"), 1)
+    return min(tokens, part) * forward_bytes(shape) + carried * (1 + 1 / layers)
+
+
+def choose_plan(shape: ModelShape, tokens: int, budget_bytes: float) -> Plan:
+    """The layers that keep their activations in a step that may take ``budget_bytes`` beside weights and optimizer state.
+
+    Raises:
+        OpsdError: the step does not fit even with every layer's input on the host.
+    """
+    none = Plan((False,) * len(shape.kinds))
+    for offload in (False, True):
+        worst = work_bytes(shape, tokens, none)
+        if offload is False and kept_bytes(shape, none, tokens) + worst > budget_bytes:
+            continue
+        if worst > budget_bytes:
+            break
+        return plan(shape, tokens, budget_bytes - worst, offload)
+    raise OpsdError(
+        f"a step on {tokens} tokens in {budget_bytes / 1e9:.1f} GB",
+        f"one layer at work and the vocabulary head take {work_bytes(shape, tokens, none) / 1e9:.1f} GB",
+        "shorten the context, or give the student more devices",
+    )

@@ -1,0 +1,152 @@
+"""What a model's configuration says about parameters, floating-point operations, and bytes that training keeps.
+
+Everything is counted from the shapes, for Qwen3.5's hybrid and for plain decoders; activations are those of this project's fused layers.
+Units: parameters, FLOP (a multiply-add is two), bytes. One token unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["linear_attention", "full_attention"]
+#: LoRA targets of the recipes.
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+#: Bytes of an entry in bf16.
+BF16 = 2
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder; the linear ones are 0 where no layer is ``linear_attention``."""
+
+    hidden: int
+    intermediate: int
+    kinds: tuple[Kind, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    gated_query: bool
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0
+    linear_value_dim: int = 0
+    conv_width: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> ModelShape:
+        """From a configuration of transformers."""
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        kinds = tuple(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
+        linear = "linear_attention" in kinds
+        return cls(
+            hidden=text.hidden_size,
+            intermediate=text.intermediate_size,
+            kinds=kinds,
+            heads=text.num_attention_heads,
+            kv_heads=text.num_key_value_heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+            vocab=text.vocab_size,
+            tied=bool(text.tie_word_embeddings),
+            gated_query=linear,
+            linear_key_heads=text.linear_num_key_heads if linear else 0,
+            linear_value_heads=text.linear_num_value_heads if linear else 0,
+            linear_key_dim=text.linear_key_head_dim if linear else 0,
+            linear_value_dim=text.linear_value_head_dim if linear else 0,
+            conv_width=text.linear_conv_kernel_dim if linear else 0,
+        )
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads; values are as wide."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def linear_keys(self) -> int:
+        """Width of all key heads of a linear layer."""
+        return self.linear_key_heads * self.linear_key_dim
+
+    @property
+    def linear_values(self) -> int:
+        """Width of all value heads of a linear layer."""
+        return self.linear_value_heads * self.linear_value_dim
+
+    def layer_parameters(self, kind: Kind) -> int:
+        """Parameters of the matrices of one layer (its few vectors left out)."""
+        mlp = 3 * self.hidden * self.intermediate
+        if kind == "full_attention":
+            wide = self.query * (2 if self.gated_query else 1)
+            return mlp + self.hidden * (wide + 2 * self.keys + self.query)
+        mixed = 2 * self.linear_keys + self.linear_values
+        inner = mixed + 2 * self.linear_values + 2 * self.linear_value_heads
+        return mlp + self.hidden * inner + mixed * self.conv_width
+
+    @property
+    def body(self) -> int:
+        """Parameters of all layers."""
+        return sum(self.layer_parameters(k) for k in self.kinds)
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.body + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    def lora_parameters(self, rank: int, targets: tuple[str, ...] = TARGETS) -> int:
+        """Parameters of adapters."""
+        wide = self.query * (2 if self.gated_query else 1)
+        size = {
+            "q_proj": self.hidden + wide,
+            "k_proj": self.hidden + self.keys,
+            "v_proj": self.hidden + self.keys,
+            "o_proj": self.query + self.hidden,
+        }
+        mlp = {k: self.hidden + self.intermediate for k in ("gate_proj", "up_proj", "down_proj")}
+        attention = self.kinds.count("full_attention") * sum(v for k, v in size.items() if k in targets)
+        return rank * (attention + len(self.kinds) * sum(v for k, v in mlp.items() if k in targets))
+
+    def attention_flop(self, context: int) -> float:
+        """Forward FLOP of one token in one full-attention layer, over half the context on average (causal)."""
+        return 4.0 * self.query * context / 2
+
+    def delta_flop(self) -> float:
+        """Forward FLOP of one token in one linear layer's delta rule, chunks of 64: products within a chunk and with the state."""
+        per_head = 64 * (3 * self.linear_key_dim + 2 * self.linear_value_dim) + 6 * self.linear_key_dim * self.linear_value_dim
+        return float(self.linear_value_heads * per_head)
+
+    def layer_flop(self, kind: Kind, context: int) -> float:
+        """Forward FLOP of one token in one layer."""
+        inner = self.attention_flop(context) if kind == "full_attention" else self.delta_flop()
+        return 2.0 * self.layer_parameters(kind) + inner
+
+    def forward_flop(self, context: int) -> float:
+        """Forward FLOP of one token, without the vocabulary head."""
+        return sum(self.layer_flop(k, context) for k in self.kinds)
+
+    def boundary_bytes(self) -> int:
+        """Bytes that a checkpointed layer keeps: its input."""
+        return BF16 * self.hidden
+
+    def kept_bytes(self, kind: Kind) -> int:
+        """Bytes that a layer keeps for its backward when it is not checkpointed, with adapters on :data:`TARGETS`.
+
+        Inputs of both norms; inputs of adapted products; gate, up and their product; what the kernels of attention or of the
+        delta rule save (q, k, v, output, and for the delta rule the convolution's input, decays, and a 64 x 64 matrix a chunk).
+        """
+        mlp = 2 * self.hidden + 3 * self.intermediate
+        if kind == "full_attention":
+            inner = 2 * self.hidden + 6 * self.query + 4 * self.keys
+        else:
+            mixed = 2 * self.linear_keys + self.linear_values
+            inner = self.hidden + 2 * mixed + 2 * self.linear_values + self.linear_value_heads * (64 + 12)
+        return BF16 * (mlp + inner)
+
+    def carried_bytes(self) -> int:
+        """Bytes of keys and values that a sequence in parts carries."""
+        return BF16 * 2 * self.keys * self.kinds.count("full_attention")
