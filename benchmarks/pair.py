@@ -405,7 +405,7 @@ class Bench:
         if student is None or teacher is None or "pair" not in self.args.parts or head_VH is None:
             return
         flop = (6 * student_n + 2 * teacher_n) * context
-        if len(set(self.devices)) == 1:
+        if self.args.devices == 1:
             both = seconds["student"] + seconds["teacher"]
             if self.args.tiny or context == self.args.contexts[0]:
 
