@@ -119,21 +119,23 @@ class Student:
         kernels.fuse_adapters(self.model)
         self.model.get_base_model().set_attn_implementation(ATTENTION)
 
-    def step(self, batch: dict[str, Tensor], teacher: DeviceTeacher | Tensor) -> float:
-        """One optimizer step on one row with ``opsd_signal``; the loss in nats."""
-        ids = [x.to(self.device) for x in batch["input_ids"].unbind()]
-        weight_VH = teacher if isinstance(teacher, Tensor) else teacher.weight_VH.to(self.device)
+    def step(self, batch: dict[str, Tensor], weight_VH: Tensor) -> float:
+        """One optimizer step on rows with ``opsd_signal``; the loss in nats."""
+        loss = self.backward(batch, weight_VH, torch.bfloat16)
+        self.update()
+        return loss
+
+    def backward(self, batch: dict[str, Tensor], weight_VH: Tensor, dtype: torch.dtype) -> float:
+        """Loss in nats, and the gradients of its adapters. ``weight_VH`` is the teacher's vocabulary weight."""
         moved = {k: v.to(self.device) for k, v in batch.items()}
+        ids = list(moved["input_ids"].unbind())
         task = loss_task(moved, LOSS, ("teacher", weight_VH), ("student", None), 1, packed=True)
-        inputs = {
-            "input_ids": torch.cat(ids)[None],
-            "position_ids": torch.cat([torch.arange(len(x), device=self.device) for x in ids])[None],
-        }
+        places = torch.cat([torch.arange(len(x), device=self.device) for x in ids])
+        inputs = {"input_ids": torch.cat(ids)[None], "position_ids": places[None]}
         if len(ids) > 1:
             inputs["cu_seq_lens_q"] = kernels.cumulative([len(x) for x in ids], self.device)
-        loss = run_head(self.model, self.head, task, torch.bfloat16, inputs).sum()
+        loss = run_head(self.model, self.head, task, dtype, inputs).sum()
         loss.backward()
-        self.update()
         return float(loss.detach())
 
     def update(self) -> None:

@@ -53,10 +53,10 @@ def causal(query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int], sca
 def packed_sdpa(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface over :func:`causal`; sequences come from ``cu_seq_lens_q`` where a forward has several.
+    """transformers' attention interface over :func:`causal`; packed sequences are told by ``cu_seq_lens_q`` or by the positions.
 
     Raises:
-        OpsdError: a padding mask, which this attention would ignore.
+        OpsdError: a padding mask, a window or a cap, which this attention would ignore.
     """
     if attention_mask is not None:
         raise OpsdError(
@@ -64,10 +64,26 @@ def packed_sdpa(
             "it is causal over whole or packed sequences and reads no mask",
             "pack the sequences (actor_rollout_ref.model.use_remove_padding=true), or use attn_implementation=sdpa",
         )
-    lengths = kwargs.get("cu_seq_lens_q")
-    bounds = [0, query.shape[2]] if lengths is None else lengths.tolist()
+    if kwargs.get("sliding_window") is not None or kwargs.get("softcap") is not None:
+        raise OpsdError(
+            f"{ATTENTION} in a layer with sliding_window={kwargs.get('sliding_window')} softcap={kwargs.get('softcap')}",
+            "it is plain causal attention",
+            "use attn_implementation=sdpa or eager for this model",
+        )
+    cu, position_ids, tokens = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"), query.shape[2]
+    bounds = [0, tokens]
+    if cu is not None:
+        bounds = cu.tolist()
+    elif position_ids is not None and tokens == key.shape[2]:
+        bounds = bounds_of(position_ids)
     dropout = kwargs.get("dropout", 0.0) if module.training else 0.0
     return causal(query, key, value, bounds, kwargs.get("scaling"), dropout).transpose(1, 2), None
+
+
+def bounds_of(position_ids: Tensor) -> list[int]:
+    """Where packed sequences begin (their positions start again at 0), and the number of tokens."""
+    position_T = position_ids.reshape(-1, position_ids.shape[-1])[0]
+    return [0, *((position_T[1:] == 0).nonzero()[:, 0] + 1).tolist(), len(position_T)]
 
 
 def register() -> None:

@@ -8,6 +8,7 @@ Suffixes: B batch, T tokens, C channels of the convolution, W its width, H key h
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable
 from copy import copy
@@ -156,7 +157,8 @@ class TorchKernels(_TorchKernels):
         q, k, v, decay, beta = parts
         groups = v.shape[2] // k.shape[2]
         q, k = (t.repeat_interleave(groups, dim=2) for t in (q, k))
-        rule: Callable[..., Any] = modeling_qwen3_5.torch_chunk_gated_delta_rule
+        # transformers' name may stand for an installed kernel; this is the torch code below it.
+        rule: Callable[..., Any] = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
         return rule(  # type: ignore[no-any-return]
             q, k, v, g=decay, beta=beta, initial_state=memory, output_final_state=keep, use_qk_l2norm_in_kernel=True
         )
@@ -228,14 +230,18 @@ class GatedDeltaNet(modeling_qwen3_5.Qwen3_5GatedDeltaNet):
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """[B, T, hidden]; a padding mask or a cache of transformers takes transformers' own path.
+        """[B, T, hidden]. Packed sequences begin at ``cu_seq_lens_q`` (transformers' name) or ``cu_seqlens`` (verl's).
+
+        A padding mask, a cache of transformers, and a slice of a longer sequence (verl's sequence parallelism) take the path below.
 
         Raises:
             OpsdError: carried state and several packed sequences.
         """
-        if attention_mask is not None or (cache_params is not None and not isinstance(cache_params, CarriedState)):
-            return super().forward(hidden_states, cache_params, attention_mask, **kwargs)  # type: ignore[no-any-return]
-        cu = kwargs.get("cu_seq_lens_q")
+        cu = kwargs.get("cu_seq_lens_q", kwargs.get("cu_seqlens"))
+        foreign = cache_params is not None and not isinstance(cache_params, CarriedState)
+        if attention_mask is not None or foreign or (cu is not None and int(cu[-1]) != hidden_states.shape[1]):
+            kwargs |= {"cache_params": cache_params, "attention_mask": attention_mask}
+            return super().forward(hidden_states, **kwargs)  # type: ignore[no-any-return]
         if cache_params is not None and cu is not None:
             raise OpsdError(
                 f"carried state with {len(cu) - 1} packed sequences",

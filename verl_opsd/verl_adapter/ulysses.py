@@ -10,12 +10,10 @@ Suffixes: B batch, A heads, T tokens of the packed sequence, D head dimension, N
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -28,6 +26,7 @@ from verl.utils.ulysses import (
 
 from verl_opsd.distill.head import HeadResult, HeadTask
 from verl_opsd.errors import OpsdError
+from verl_opsd.models.attention import bounds_of, causal
 
 #: ``attn_implementation`` of :func:`ulysses_sdpa`.
 ATTENTION = "ulysses_sdpa"
@@ -58,16 +57,10 @@ def ulysses_sdpa(
         slices = [torch.empty_like(position_T) for _ in range(ranks)]
         dist.all_gather(slices, position_T.contiguous(), group=get_ulysses_sequence_parallel_group())
         position_T = torch.cat(slices)
-    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-    starts = [0, *((position_T[1:] == 0).nonzero()[:, 0] + 1).tolist(), len(position_T)]
     dropout = kwargs.get("dropout", 0.0) if module.training else 0.0
-    parts = [
-        F.scaled_dot_product_attention(
-            query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], dropout_p=dropout, is_causal=True, scale=kwargs.get("scaling")
-        )
-        for a, b in itertools.pairwise(starts)
-    ]
-    out = torch.cat(parts, dim=2).transpose(1, 2)  # [1, T, A / ranks, D]
+    out = causal(query, key, value, bounds_of(position_T), kwargs.get("scaling"), dropout).transpose(
+        1, 2
+    )  # [1, T, A / ranks, D]
     return gather_heads_scatter_seq(out, head_dim=2, seq_dim=1) if ranks > 1 else out, None
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/pair.py runs, with tiny shapes, and writes every row that it promises."""
+"""benchmarks/pair.py and benchmarks/kernels.py run, with tiny shapes, and write every row that they promise."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "benchmarks/pair.py"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 @pytest.mark.parametrize("devices", ["1", "2"])
 def test_every_part_runs(devices: str, tmp_path: Path) -> None:
     out = tmp_path / "table.txt"
-    runpy.run_path(str(SCRIPT))["main"](["--tiny", "--devices", devices, "--out", str(out)])
+    runpy.run_path(str(BENCHMARKS / "pair.py"))["main"](["--tiny", "--devices", devices, "--out", str(out)])
     table = out.read_text()
     pair = "pair, one after the other" if devices == "1" else "pair, side by side"
     for what in (
@@ -27,3 +27,20 @@ def test_every_part_runs(devices: str, tmp_path: Path) -> None:
     ):
         assert what in table
     assert "not run" not in table and "out of memory" not in table
+
+
+def test_kernels_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    out = tmp_path / "table.txt"
+    runpy.run_path(str(BENCHMARKS / "kernels.py"))["main"](["--tiny", "--out", str(out)])
+    table = out.read_text()
+    for what in (
+        "gradient check, torch.bfloat16",
+        "linear_attention layer, fused",
+        "full_attention layer, transformers",
+        "delta rule",
+    ):
+        assert what in table
+    assert "failed" not in table and "out of memory" not in table
+    cosines = [float(line.rsplit(" ", 1)[1]) for line in table.splitlines() if "gradient cosine" in line]
+    assert len(cosines) == 2 and min(cosines) > 0.99
