@@ -89,9 +89,13 @@ class RunDir:
         """The frozen contract of this run."""
         return EvalContract.from_dict(json.loads((self.path / "contract.json").read_text()))
 
-    def evidence(self, gate: str, value: Any, threshold: Any, passed: bool, detail: str = "") -> None:
-        """Appends one verdict to the log (``evidence.chain``); writers in any process wait for one another."""
-        append(self.path, gate, value, threshold, "pass" if passed else "fail", detail)
+    def evidence(self, gate: str, value: Any, threshold: Any, passed: bool | None, detail: str = "") -> None:
+        """Appends one verdict to the log (``evidence.chain``); writers in any process wait for one another.
+
+        Args:
+            passed: None: the value is recorded and nothing depends on it.
+        """
+        append(self.path, gate, value, threshold, "recorded" if passed is None else "pass" if passed else "fail", detail)
 
     def write_left_out(self, episode_id: str, reasons: dict[str, str]) -> None:
         """Records which branches of an episode became no row and why, by ``AGENT/BRANCH``; replaces what an earlier attempt left."""

@@ -270,7 +270,7 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
     for agent, brief in briefs_for(opsd, pair, episode).items():
         turns = [t for t in episode.turns if t.agent_id == agent]
         if isinstance(brief, NoBrief):
-            RunDir.from_env().evidence("no_brief", agent, None, True, f"{episode.episode_id}: {brief.what}")
+            RunDir.from_env().evidence("no_brief", agent, None, None, f"{episode.episode_id}: {brief.what}")
             left_out |= {f"{agent}/{t.branch}": "no brief" for t in turns}
             continue
         keep = kept_turns(opsd.loss, turns)
@@ -303,12 +303,12 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
             )
     if too_long := sum(reason == "view too long" for reason in left_out.values()):
         where = f"branches of {episode.episode_id}"
-        RunDir.from_env().evidence("view_too_long", too_long, opsd.brief.max_view_tokens, True, where)
+        RunDir.from_env().evidence("view_too_long", too_long, opsd.brief.max_view_tokens, None, where)
     if pair.split == "train":
         RunDir.from_env().write_left_out(episode.episode_id, left_out)
     if windows:
         detail = f"branches of {episode.episode_id} in windows; {'; '.join(windows)}"
-        RunDir.from_env().evidence("view_windows", len(windows), opsd.brief.max_view_tokens, True, detail)
+        RunDir.from_env().evidence("view_windows", len(windows), opsd.brief.max_view_tokens, None, detail)
     return outputs or [_empty_row(tokenizer, grade.reward, info, episode.model_version)]
 
 

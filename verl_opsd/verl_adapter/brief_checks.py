@@ -128,7 +128,7 @@ def record_worth(run: RunDir, passed: bool, detail: str) -> None:
     if passed:
         run.evidence("worth_distilling", 1, 1, True, detail)
     else:
-        run.evidence("worth_overridden", 0, None, True, detail)
+        run.evidence("worth_overridden", 0, None, None, detail)
 
 
 def record_briefs(run: RunDir, opsd: OpsdConfig, made: MadeBriefs) -> None:

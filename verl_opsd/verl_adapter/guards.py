@@ -41,7 +41,9 @@ def startup_checks(trainer: Any) -> None:
     """Seconds each, on the real layers: see ``checks.startup_checks``."""
     found = trainer.actor_rollout_wg.opsd_checks()[0]
     for c in found:
-        trainer.run_dir.evidence(f"startup:{c['name']}", c["value"], c["threshold"], c["passed"] or not c["fatal"], c["note"])
+        trainer.run_dir.evidence(
+            f"startup:{c['name']}", c["value"], c["threshold"], c["passed"] or (False if c["fatal"] else None), c["note"]
+        )
     checks.require(found)
 
 
@@ -78,10 +80,10 @@ def teacher_control(trainer: Any, batch: KVBatchMeta) -> None:
             "a device teacher that is the student's model differs from the student's base: dtype, kernels, positions or head",
             detail,
         )
-    run.evidence("teacher_gap", float(gap.mean()), None, True, f"no brief; {detail}")
+    run.evidence("teacher_gap", float(gap.mean()), None, None, f"no brief; {detail}")
     trainer.score(batch, "view")
     pull = _control(trainer, batch, "device", 0, "off")
-    run.evidence("teacher_pull", float(pull.mean()), None, True, f"device teacher with brief, mean nats, max {pull.max():.2e}")
+    run.evidence("teacher_pull", float(pull.mean()), None, None, f"device teacher with brief, mean nats, max {pull.max():.2e}")
 
 
 def _control(trainer: Any, batch: KVBatchMeta, teacher: str, shift: int, adapters: str) -> np.ndarray:
@@ -143,7 +145,7 @@ def identity_control(trainer: Any, batch: KVBatchMeta) -> None:
     effect, placement = float(brief.mean()), trainer.opsd.brief.placement
     detail = f"mean nats, teacher with brief against without, placement {placement}, max {brief.max():.2e}"
     if trainer.opsd.brief.name == "none":  # the identity arm
-        run.evidence("brief_effect", effect, None, True, detail)
+        run.evidence("brief_effect", effect, None, None, detail)
     else:
         run.require(
             "brief_effect",

@@ -30,7 +30,7 @@ def run(folder: Path, teacher: Path, *overrides: str) -> tuple[dict[str, dict], 
         code = subprocess.run(command, cwd=ROOT, stdout=f, stderr=subprocess.STDOUT, timeout=900, env=env).returncode
     assert code == 0, log.read_text()[-4000:]
     lines = [json.loads(x) for x in (folder / "evidence.jsonl").read_text().splitlines()]
-    assert all(x["verdict"] == "pass" for x in lines)
+    assert {x["verdict"] for x in lines} <= {"pass", "recorded"}
     return {x["gate"]: x for x in lines}, np.load(folder / "telemetry" / "00001.npz")
 
 

@@ -44,7 +44,7 @@ def one_round(run: Path, *overrides: str, **env: str) -> tuple[subprocess.Comple
 def test_one_round_trains_publishes_the_adapter_and_evaluates(tmp_path):
     done, gates = one_round(tmp_path / "run")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert all(v["verdict"] == "pass" for verdicts in gates.values() for v in verdicts)
+    assert {v["verdict"] for verdicts in gates.values() for v in verdicts} <= {"pass", "recorded"}
     assert [v["detail"].split(",")[1] for v in gates["publish_kl"]] == [" version 0", " version 1"]
     stages = {p.stem for p in (tmp_path / "run" / "stages").iterdir()}
     assert {"0001-collect", "0001-train", "0001-publish", "0001-evaluate"} <= stages

@@ -59,3 +59,20 @@ def test_estimates_of_either_sign_are_judged_by_their_size(own, failing, tmp_pat
     else:
         with pytest.raises(OpsdError, match=f"gate {failing}:"):
             guards.identity_control(trainer, None)
+
+
+@pytest.mark.parametrize(
+    ("passed", "fatal", "verdict"),
+    [(True, True, "pass"), (True, False, "pass"), (False, False, "recorded"), (False, True, "fail")],
+)
+def test_a_start_up_check_that_changes_the_layout_only_is_no_pass(passed, fatal, verdict, tmp_path):
+    found = [{"name": "layout", "value": 1.0, "threshold": 0.1, "passed": passed, "fatal": fatal, "note": "one row a forward"}]
+    workers = SimpleNamespace(opsd_checks=lambda: [found])
+    trainer = SimpleNamespace(actor_rollout_wg=workers, run_dir=RunDir(tmp_path))
+    if verdict == "fail":
+        with pytest.raises(OpsdError, match="layout"):
+            guards.startup_checks(trainer)
+    else:
+        guards.startup_checks(trainer)
+    (line,) = map(json.loads, (tmp_path / "evidence.jsonl").read_text().splitlines())
+    assert line["verdict"] == verdict
