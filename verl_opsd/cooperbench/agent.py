@@ -9,6 +9,7 @@ from cooperbench.agents.mini_swe_agent_v2.agents.default import DefaultAgent
 from cooperbench.agents.mini_swe_agent_v2.exceptions import InterruptAgentFlow
 
 from verl_opsd.cooperbench.environment import SandboxEnvironment
+from verl_opsd.cooperbench.history import join_segments
 from verl_opsd.cooperbench.sends import Sends, account
 from verl_opsd.cooperbench.stopping import RunGuard, WallLimitReached
 from verl_opsd.errors import InfraFault
@@ -82,6 +83,12 @@ class PairAgent(DefaultAgent):
                 "extend verl_opsd.cooperbench.sends to the form of this command",
             )
         return observations
+
+    def history(self) -> list[dict[str, Any]]:
+        """All messages of the run, those that compaction has replaced too."""
+        if not self._compaction_count:
+            return list(self.messages)
+        return join_segments([*self._segments, {"kind": "solver", "messages": self.messages}])
 
     def _accounted(self, action: dict[str, Any]) -> tuple[dict[str, Any], Sends]:
         if action["tool_name"] == "send_message":

@@ -190,7 +190,7 @@ class PairPlace:
             opened_pr=self.remote.opened_pr(agent_id),
             error=ended.get("detail") or None,
         )
-        return outcome, agent.messages
+        return outcome, agent.history()
 
     def _check_tripwires(self, agent_id: str, seen: set[str]) -> None:
         if not self.contract.messaging:

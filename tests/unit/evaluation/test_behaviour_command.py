@@ -1,0 +1,54 @@
+"""The command `opsd behaviour` on a folder of the harness' logs and on a run directory."""
+
+import dataclasses
+import json
+
+import pytest
+from synthetic import write_logs
+from test_behaviour import first, second
+
+from verl_opsd.cli.main import main
+from verl_opsd.tokens.store import EpisodeStore
+
+
+@pytest.fixture
+def runs(tmp_path):
+    write_logs(tmp_path / "logs", "run", first())
+    store = EpisodeStore(tmp_path / "ours" / "episodes")
+    store.write(first())
+    store.write(dataclasses.replace(second(), split="train"))
+    return tmp_path
+
+
+def test_logs_and_run_directories_side_by_side(runs, capsys):
+    out = runs / "b.json"
+    code = main(
+        [
+            "behaviour",
+            f"theirs={runs / 'logs'}",
+            str(runs / "ours"),
+            "--base",
+            "theirs",
+            "--teacher",
+            "ours",
+            "--json",
+            str(out),
+        ]
+    )
+    text = capsys.readouterr().out
+    assert code == 0 and "near-duplicates" in text and "20.0% (1/5)" in text and "definitions version" in text
+    table = json.loads(out.read_text())
+    assert table["models"] == ["theirs", "ours"] and table["pairs"] == {"theirs": 1, "ours": 1}
+    assert all(m["constant"] for m in table["metrics"])  # the same episode twice
+
+
+def test_definitions_and_the_training_split_on_demand(runs, capsys):
+    assert main(["behaviour", str(runs / "ours"), "--split", "train", "--definitions"]) == 0
+    assert "agents whose patch is" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("arguments", [["nowhere"], [".", "--base", "x"]])
+def test_bad_input_names_the_rule(runs, arguments, capsys, monkeypatch):
+    monkeypatch.chdir(runs / "logs")
+    assert main(["behaviour", *arguments]) == 2
+    assert "rule:" in capsys.readouterr().err
