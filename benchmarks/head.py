@@ -1,6 +1,9 @@
 """Time and peak memory of the loss-position head: exact reverse KL over the full vocabulary, forward and backward.
 
-    python benchmarks/head.py [--chunk 256 512 1024] [--repeat 5]
+    python benchmarks/head.py [--fused 512 768 1024] [--two-passes 256 1024] [--repeat 5]
+
+The head has two ways to the same numbers: fused kernels (``distill.fused_triton``; bf16 weights on Hopper and newer), and two passes
+over float32 logits (everywhere else), each in chunks of so many loss positions.
 
 Compared with the same loss in plain torch on full logits, and with the three matrix products that nothing can avoid:
 student logits, teacher logits, gradient to the student's hidden states. Liger's fused JSD (``pip install liger-kernel``) is
@@ -20,10 +23,12 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+from verl_opsd.distill.chunk import fused
 from verl_opsd.distill.head import HeadTask, LossPositionHead
 from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.signal import Signal
@@ -32,9 +37,11 @@ GPU_SHAPE = {"n": 16384, "vocab": 248320, "student": 4096, "teacher": 5120}
 CPU_SHAPE = {"n": 512, "vocab": 8192, "student": 256, "teacher": 320}
 
 
-def measure(step: Callable[[], object], device: torch.device, repeat: int) -> tuple[float, float]:
-    """(median seconds, peak bytes above what was allocated before); one warm-up call. Bytes are NaN without a GPU."""
+def measure(step: Callable[[], object], clear: Callable[[], object], device: torch.device, repeat: int) -> tuple[float, float]:
+    """(median seconds, peak bytes above what was allocated before); one warm-up call. ``clear`` drops what a step leaves behind, its
+    gradient, outside of what is timed. Bytes are NaN without a GPU."""
     step()
+    clear()
     seconds: list[float] = []
     cuda = device.type == "cuda"
     peak = float("nan")
@@ -43,6 +50,7 @@ def measure(step: Callable[[], object], device: torch.device, repeat: int) -> tu
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     for _ in range(repeat):
+        clear()
         start = time.perf_counter()
         step()
         if cuda:
@@ -75,7 +83,8 @@ def eager(hidden_NS: Tensor, teacher_NT: Tensor, weight_VS: Tensor, weight_VT: T
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chunk", type=int, nargs="+", default=[256, 512, 1024])
+    parser.add_argument("--fused", type=int, nargs="*", default=[512, 768, 1024])
+    parser.add_argument("--two-passes", type=int, nargs="*", default=[256, 1024])
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
     cuda = torch.cuda.is_available()
@@ -107,30 +116,37 @@ def main() -> None:
             loss=spec,
             chunk=chunk,
         )
-        hidden_1NS.grad = None
         head(hidden_1NS).sum().backward()
+
+    def clear() -> None:
+        hidden_1NS.grad = None
 
     name = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
     print(f"{name}, torch {torch.__version__}: N={n} V={vocab} Hs={shape['student']} Ht={shape['teacher']} bf16")
     print(f"{'':34} {'seconds':>9} {'x matmuls':>10} {'peak GB':>8}")
     floor = min(
-        measure(partial(matmuls, hidden_NS, teacher_NT, weight_VS, weight_VT, min(c, n)), device, args.repeat)[0]
+        measure(partial(matmuls, hidden_NS, teacher_NT, weight_VS, weight_VT, min(c, n)), clear, device, args.repeat)[0]
         for c in (1024, 2048)
     )
 
     def row(label: str, step: Callable[[], object]) -> None:
         try:
-            seconds, peak = measure(step, device, args.repeat)
+            seconds, peak = measure(step, clear, device, args.repeat)
         except torch.OutOfMemoryError:
             print(f"{label:34} {'out of memory':>29}", flush=True)
             return
         print(f"{label:34} {seconds:9.4f} {seconds / floor:10.2f} {peak / 1e9:8.2f}", flush=True)
 
     print(f"{'three matmuls':34} {floor:9.4f} {1.0:10.2f}", flush=True)
-    for chunk in args.chunk:
-        row(f"head, chunk {chunk}", partial(head_step, chunk))
+    if fused(weight_VS, weight_VS, weight_VT, weight_VT):
+        for chunk in args.fused:
+            row(f"head, fused, chunk {chunk}", partial(head_step, chunk))
+    else:
+        print("the fused kernels are not measured: they take bf16 weights on a Hopper GPU or newer")
+    with mock.patch("verl_opsd.distill.chunk.fused", return_value=False):
+        for chunk in args.two_passes:
+            row(f"head, two passes, chunk {chunk}", partial(head_step, chunk))
     row("head, JSD(0.5), chunk 512", partial(head_step, 512, LossSpec(divergence="jsd", beta=0.5)))
-    hidden_1NS.grad = None
     if cuda and importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
 

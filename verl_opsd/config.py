@@ -107,7 +107,7 @@ class LossConfig:
         turn_kinds: kinds of turns that carry loss. The others' replies stay policy positions: measured, and under the anchor.
         turns: half-open ranges of an agent's turns that carry loss; null: all.
         segments: half-open ranges of a branch's tokens, counted from its first, that carry loss; null: all.
-        chunk: loss positions per chunk of the vocabulary head.
+        chunk: loss positions per chunk of the vocabulary head; null: as many as its kernels are fastest with below 1 GB.
         epochs: passes over the rows of a round.
         episodes_per_update: episodes of one optimizer step; null takes all of the round.
     """
@@ -133,7 +133,7 @@ class LossConfig:
     turn_kinds: tuple[Literal["policy", "malformed"], ...] = ("policy", "malformed")
     turns: tuple[tuple[int, ...], ...] | None = None
     segments: tuple[tuple[int, ...], ...] | None = None
-    chunk: int = 256
+    chunk: int | None = None
     epochs: int = 1
     episodes_per_update: int | None = None
 
@@ -388,7 +388,7 @@ def _contradictions(c: OpsdConfig) -> None:
     if (
         c.loss.anchor < 0
         or c.loss.epochs < 1
-        or c.loss.chunk < 1
+        or (c.loss.chunk is not None and c.loss.chunk < 1)
         or (c.loss.episodes_per_update is not None and c.loss.episodes_per_update < 1)
     ):
         refuse(

@@ -47,6 +47,96 @@ def test_kernels_on_identical_masked_and_extreme_rows() -> None:
     assert torch.isfinite(kl[2]) and torch.isfinite(grad[2]).all() and kl[2] > 1e4
 
 
+def fused_case(rows: int, vocab: int, student: int, teacher: int, scale: float = 0.1) -> tuple[torch.Tensor, ...]:
+    """bf16 hidden states and weights of both sides, on the GPU, with logits of a few nats."""
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def random(n: int, width: int, size: float) -> torch.Tensor:
+        return (size * torch.randn(n, width, device="cuda", generator=g)).bfloat16()
+
+    return random(rows, student, 1.0), random(vocab, student, scale), random(rows, teacher, 1.0), random(vocab, teacher, scale)
+
+
+def needs_hopper() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("the fused kernels need a Hopper GPU or newer")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(70, 3001, 256, 320), (128, 256, 64, 64), (1, 130, 8, 8), (300, 50000, 512, 256), (130, 248320, 128, 128)],
+    ids=str,
+)
+def test_fused_kernels_are_the_definition(shape: tuple[int, int, int, int]) -> None:
+    """Values to float32's digits; a gradient in bf16 no further from the exact one than that of the two passes is."""
+    needs_hopper()
+    from verl_opsd.distill import fused_triton
+
+    hidden, weight, other, other_weight = given = fused_case(*shape)
+    assert fused_triton.takes(*given)
+    coef = torch.rand(shape[0], device="cuda") + 0.1
+    tiles = fused_triton.Tiles(*given)
+    kl, norms = tiles.kl_C.clone(), tiles.norms
+    grad = tiles.grad(coef, torch.bfloat16)
+    leaf = (hidden.double() @ weight.double().T).requires_grad_()
+    q = reference.softmax(other.double() @ other_weight.double().T)
+    want = reference.kl(reference.softmax(leaf), q)
+    (want_grad,) = torch.autograd.grad((coef.double() * want).sum(), leaf)
+    assert ((kl - want).abs() <= torch.clamp(1e-5 * want, min=1e-7)).all()
+    logp = reference.log_softmax(leaf.detach())
+    torch.testing.assert_close(norms.entropy_C.double(), -(logp.exp() * logp).sum(-1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(norms.agree_C.bool(), leaf.argmax(-1) == q.argmax(-1))
+    student, teacher = (torch.mm(h, w.T, out_dtype=torch.float32) for h, w in ((hidden, weight), (other, other_weight)))
+    _, passes = dense.kl_and_grad(student, teacher, dense.norms(student, teacher), coef, torch.bfloat16)
+    error, theirs = ((x.double() - want_grad).norm() / want_grad.norm() for x in (grad, passes))
+    print(f"{shape}: gradient {error:.2e}, two passes {theirs:.2e}, KL {((kl - want) / want).abs().max():.1e}")
+    assert error < 1.1 * theirs < 3e-3
+
+
+def test_fused_kernels_on_identical_near_and_masked_rows() -> None:
+    needs_hopper()
+    from verl_opsd.distill import fused_triton
+
+    hidden, weight, _, _ = fused_case(8, 5000, 256, 256)
+    other = hidden.clone()
+    other[1] += 0.01 * torch.randn_like(other[1])
+    hidden[2], other[3] = torch.nan, torch.inf
+    coef = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0], device="cuda")
+    tiles = fused_triton.Tiles(hidden, weight, other, weight)
+    kl, grad = tiles.kl_C.clone(), tiles.grad(coef, torch.bfloat16)
+    assert (kl[[0, 4, 5, 6, 7]] == 0).all() and (grad[[0, 2, 3, 4, 5, 6, 7]] == 0).all()
+    assert (tiles.norms.agree_C[[0, 4, 5, 6, 7]] == 1).all()
+    p, q = (reference.softmax(h[1:2].double() @ weight.double().T) for h in (hidden, other))
+    assert abs(float(kl[1] - reference.kl(p, q))) < 1e-5 * float(kl[1]) + 1e-9
+
+
+@pytest.mark.parametrize("positions", [16384, 65536])
+def test_peak_memory_does_not_grow_with_the_positions(positions: int) -> None:
+    """64k loss positions of a 248k vocabulary: below 1 GB above the inputs and the gradient that is returned."""
+    hidden, weight, other, other_weight = fused_case(positions, 248320, 512, 640, 0.02)
+    model, linear = torch.nn.Module(), torch.nn.Linear(512, 248320, bias=False, device="meta", dtype=torch.bfloat16)
+    model.get_output_embeddings = lambda: linear
+    head = install_head(model)
+    head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    leaf = hidden[None].requires_grad_()
+    head.task = HeadTask(
+        kind="loss",
+        index_N=torch.arange(positions, device="cuda"),
+        labels_N=torch.zeros(positions, dtype=torch.int64, device="cuda"),
+        teacher=Signal(hidden_NH=other, head_id="big"),
+        teacher_weight_VH=other_weight,
+        coef_N=torch.full((positions,), 1 / positions, device="cuda"),
+    )
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    head(leaf).sum().backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    gradient = hidden.numel() * hidden.element_size()
+    print(f"{positions} positions: {peak / 1e9:.2f} GB, {(peak - gradient) / 1e9:.2f} GB beside the gradient")
+    assert peak - gradient < 1e9
+
+
 @pytest.mark.parametrize(
     "spec",
     [

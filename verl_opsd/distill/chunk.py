@@ -7,6 +7,7 @@ slots of a support, J = K + 1 outcomes (the last one is the tail). Signals keep 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,10 @@ from verl_opsd.distill.weights import TokenValues, Weight, product
 
 if TYPE_CHECKING:
     from verl_opsd.distill.head import HeadTask
+
+
+#: Loss positions a chunk: of the fused kernels, which keep 4 bytes a logit, and of everything else.
+FUSED_ROWS, ROWS = 768, 256
 
 
 @dataclass(frozen=True)
@@ -106,39 +111,97 @@ def weighted_sum(coef_C: Tensor, value_C: Tensor) -> Tensor:
 
 def chunk_loss(chunk: ChunkInput, spec: LossSpec) -> ChunkOutput:
     """``sum coef * weight * divergence + sum anchor_coef * anchor divergence`` of one chunk, with gradient."""
-    student_CV = logits(chunk.hidden_CH, chunk.weight_VH, chunk.dtype)
-    if spec.divergence == "reverse_kl" and spec.support == "full":
-        return _dense_reverse_kl(chunk, spec, student_CV)
-    return _by_autograd(chunk, spec, student_CV)
+    if _is_dense(spec):
+        return _dense_reverse_kl(chunk, spec)
+    return _by_autograd(chunk, spec, logits(chunk.hidden_CH, chunk.weight_VH, chunk.dtype))
 
 
-def _dense_reverse_kl(chunk: ChunkInput, spec: LossSpec, student_CV: Tensor) -> ChunkOutput:
-    """The default loss, by the hand-derived gradient of :mod:`verl_opsd.distill.dense`."""
-    out = ChunkOutput(loss=student_CV.new_zeros(()))
+def _is_dense(spec: LossSpec) -> bool:
+    return spec.divergence == "reverse_kl" and spec.support == "full"
+
+
+class _TwoPasses:
+    """Reverse KL of a chunk from logits that are kept in float32 (:mod:`verl_opsd.distill.dense`)."""
+
+    def __init__(self, student_CV: Tensor, other_CV: Tensor, labels_C: Tensor | None):
+        self.logits = student_CV, other_CV
+        self.norms = dense.norms(student_CV, other_CV)
+        self.labels = None if labels_C is None else (_pick(student_CV, labels_C), _pick(other_CV, labels_C))
+
+    def kl_and_grad(self, coef_C: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        return dense.kl_and_grad(*self.logits, self.norms, coef_C, dtype)
+
+
+class _Fused:
+    """The same without a logit in memory (:mod:`verl_opsd.distill.fused_triton`)."""
+
+    def __init__(self, chunk: ChunkInput, hidden_CT: Tensor, weight_VT: Tensor):
+        from verl_opsd.distill import fused_triton
+
+        sides = (chunk.hidden_CH, chunk.weight_VH), (hidden_CT, weight_VT)
+        self.labels = None if chunk.labels_C is None else tuple(_label_logits(h, w, chunk.labels_C) for h, w in sides)
+        self.tiles = fused_triton.Tiles(chunk.hidden_CH, chunk.weight_VH, hidden_CT, weight_VT)
+        self.norms = self.tiles.norms
+
+    def kl_and_grad(self, coef_C: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        return self.tiles.kl_C, None if coef_C is None else self.tiles.grad(coef_C, dtype)
+
+
+def fused(hidden_NS: Tensor, weight_VS: Tensor, hidden_NT: Tensor, weight_VT: Tensor) -> bool:
+    """Whether the fused kernels take these (``fused_triton.takes``); hidden states are rounded to the weights' dtype first."""
+    if not weight_VS.is_cuda or importlib.util.find_spec("triton") is None:
+        return False
+    from verl_opsd.distill import fused_triton
+
+    return fused_triton.takes(hidden_NS, weight_VS, hidden_NT, weight_VT)
+
+
+def default_rows(task: HeadTask, weight_VH: Tensor) -> int:
+    """Loss positions a chunk where a task names none: below 1 GB at a vocabulary of 250,000 with the default loss."""
+    if not _is_dense(task.loss):
+        return ROWS
+    weights = [weight_VH if w is None else w for w in (task.teacher_weight_VH, task.anchor_weight_VH)]
+    both = task.teacher is not None and task.anchor is not None  # their gradients are added up
+    return FUSED_ROWS // (1 + both) if all(fused(weight_VH, weight_VH, w, w) for w in weights) else ROWS
+
+
+def _label_logits(hidden_CH: Tensor, weight_VH: Tensor, labels_C: Tensor) -> Tensor:
+    """Logits of the sampled tokens alone, float32 [C]."""
+    return torch.linalg.vecdot(hidden_CH.float(), weight_VH[labels_C].float())
+
+
+def _dense_reverse_kl(chunk: ChunkInput, spec: LossSpec) -> ChunkOutput:
+    """The default loss, by a gradient that is derived by hand."""
+    out = ChunkOutput(loss=chunk.hidden_CH.new_zeros((), dtype=chunk.dtype))
+    student_CV: Tensor | None = None
 
     def term(signal: Signal, weight_VH: Tensor, coef_C: Tensor, weights: tuple[Weight, ...]) -> None:
+        nonlocal student_CV
         assert signal.hidden_NH is not None
-        other_CV = logits(signal.hidden_NH, weight_VH, chunk.dtype)
-        norms = dense.norms(student_CV, other_CV)
-        out.entropy_C = norms.entropy_C
-        if chunk.labels_C is not None:
-            out.student_logprob_C = _pick(student_CV, chunk.labels_C) - norms.student_norm_C
+        other_CH = signal.hidden_NH.to(weight_VH.dtype)
+        scored: _Fused | _TwoPasses
+        if fused(chunk.hidden_CH, chunk.weight_VH, other_CH, weight_VH):
+            scored = _Fused(chunk, other_CH, weight_VH)
+        else:
+            student_CV = logits(chunk.hidden_CH, chunk.weight_VH, chunk.dtype) if student_CV is None else student_CV
+            scored = _TwoPasses(student_CV, logits(other_CH, weight_VH, chunk.dtype), chunk.labels_C)
+        out.entropy_C = scored.norms.entropy_C
+        if scored.labels is not None:
+            out.student_logprob_C = scored.labels[0] - scored.norms.student_norm_C
+        dtype = chunk.weight_VH.dtype
         if weights:  # they need the divergence before the gradient can be made
-            kl_C, _ = dense.kl_and_grad(student_CV, other_CV, norms, None, chunk.weight_VH.dtype)
-            coef_C = _effective(out, kl_C, coef_C, weights)
-        kl_C, grad_CV = dense.kl_and_grad(
-            student_CV, other_CV, norms, coef_C if chunk.need_grad else None, chunk.weight_VH.dtype
-        )
+            coef_C = _effective(out, scored.kl_and_grad(None, dtype)[0], coef_C, weights)
+        kl_C, grad_CV = scored.kl_and_grad(coef_C if chunk.need_grad else None, dtype)
         out.loss = out.loss + weighted_sum(coef_C, kl_C)
         if grad_CV is not None:
             out.grad_CV = grad_CV if out.grad_CV is None else out.grad_CV.add_(grad_CV)
         if signal is not chunk.teacher:
             out.anchor_C = kl_C
             return
-        out.divergence_C, out.agree_C = kl_C, norms.agree_C
+        out.divergence_C, out.agree_C = kl_C, scored.norms.agree_C
         out.coverage_student_C = out.coverage_teacher_C = torch.ones_like(kl_C)
-        if chunk.labels_C is not None:
-            out.teacher_logprob_C = _pick(other_CV, chunk.labels_C) - norms.teacher_norm_C
+        if scored.labels is not None:
+            out.teacher_logprob_C = scored.labels[1] - scored.norms.teacher_norm_C
 
     if chunk.teacher is not None:
         assert chunk.coef_C is not None

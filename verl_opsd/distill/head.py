@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from verl_opsd.distill import support
-from verl_opsd.distill.chunk import ChunkInput, ChunkOutput, chunk_loss, logits, matmul
+from verl_opsd.distill.chunk import ROWS, ChunkInput, ChunkOutput, chunk_loss, default_rows, logits, matmul
 from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
@@ -65,7 +65,7 @@ class HeadTask:
             (``Signal.head_id == "student"``).
         anchor_coef_N: float32 final coefficient of each position's divergence from the anchor.
         loss: which divergence, support and weights.
-        chunk: loss positions per chunk.
+        chunk: loss positions per chunk; None: ``chunk.default_rows``.
         behaviour_logprob_N: float32 log-probabilities of the sampled tokens under the policy that sampled them; for the
             policy-gradient form only.
         policy: also fill ``log_probs_N`` and ``entropy_N``, so that a term of them (PPO, GRPO) can be added to the loss. Their
@@ -84,7 +84,7 @@ class HeadTask:
     anchor_weight_VH: Tensor | None = None
     anchor_coef_N: Tensor | None = None
     loss: LossSpec = field(default_factory=LossSpec)
-    chunk: int = 256
+    chunk: int | None = None
     behaviour_logprob_N: Tensor | None = None
     policy: bool = False
     result: HeadResult | None = None
@@ -100,7 +100,7 @@ class HeadTask:
         n = self.index_N.numel()
         if self.index_N.dtype != torch.int64 or self.index_N.dim() != 1:
             _refuse(f"index_N {self.index_N.dtype} of {self.index_N.dim()} dimensions", "index_N is int64[N]")
-        if self.chunk < 1:
+        if self.chunk is not None and self.chunk < 1:
             _refuse(f"chunk={self.chunk}", "a chunk holds at least one loss position")
         if self.kind == "score":
             return
@@ -225,8 +225,9 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_hidden_NH = weight_VH.new_zeros(n, weight_VH.shape[1]) if need_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if need_weight else None
         index_N = task.index_N.to(device)
-        for start in range(0, n, task.chunk):
-            rows = slice(start, min(start + task.chunk, n))
+        size = default_rows(task, weight_VH) if task.chunk is None else task.chunk
+        for start in range(0, n, size):
+            rows = slice(start, min(start + size, n))
             hidden_CH = flat_MH.index_select(0, index_N[rows]).to(weight_VH.dtype)
             chunk = ChunkInput.cut(task, rows, hidden_CH, weight_VH, dtype, need_hidden or need_weight)
             out: ChunkOutput = chunk_loss(chunk, task.loss)
@@ -243,6 +244,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 # 0 * NaN is NaN: a masked position's hidden state must not reach the weight's gradient.
                 used_C1 = (out.grad_CV != 0).any(-1, keepdim=True)
                 _add_product(grad_weight_VH, out.grad_CV, torch.where(used_C1, hidden_CH, 0.0))
+            del out  # its gradient would lie beside the next chunk's logits
         ctx.policy = task.policy and (need_hidden or need_weight)
         again: tuple[Tensor | None, ...] = (None, None, None)
         if ctx.policy:
@@ -250,7 +252,7 @@ class _ChunkedLoss(torch.autograd.Function):
             again = (flat_MH.index_select(0, index_N).to(weight_VH.dtype), given_VH, task.labels_N.to(device))
         ctx.save_for_backward(index_N, grad_hidden_NH, grad_weight_VH, *again)
         ctx.set_materialize_grads(False)
-        ctx.dtype, ctx.chunk = dtype, task.chunk
+        ctx.dtype, ctx.chunk = dtype, min(size, ROWS)
         ctx.weight_dtype, ctx.flat_shape, ctx.flat_dtype = weight_VH.dtype, flat_MH.shape, flat_MH.dtype
         differentiable = ("student_logprob_N", "entropy_N") if ctx.policy else ()
         ctx.mark_non_differentiable(*(v for k, v in values.items() if k not in differentiable))

@@ -23,7 +23,7 @@ class OpsdLoss:
 
     Attributes:
         spec: divergence, support and data-dependent weights.
-        chunk: loss positions per chunk of the vocabulary head.
+        chunk: loss positions per chunk of the vocabulary head; None: ``distill.chunk.default_rows``.
         teacher: whose signal ``opsd_signal`` is. ``self``: the reference weights, scored by the engine, under the student's own
             vocabulary head. ``frozen``, ``ema`` (``decay`` a step), ``lagged`` (``lag`` rounds): a copy of the trainable weights, scored by
             the engine. ``device``: another model, scored before the update, under the head given to ``set_teacher_head``.
@@ -38,7 +38,7 @@ class OpsdLoss:
     """
 
     spec: LossSpec = field(default_factory=LossSpec)
-    chunk: int = 256
+    chunk: int | None = None
     teacher: Literal["self", "frozen", "ema", "lagged", "device"] = "self"
     decay: float | None = None
     lag: int | None = None
