@@ -80,9 +80,3 @@ def save_table(prepared: PreparedTask, table: FeatureTable) -> Path:
     partial.write_text(json.dumps(data, indent=1))
     os.replace(partial, path)
     return path
-
-
-def gold_counts(prepared: PreparedTask) -> dict[int, int]:
-    """Tests that pass with the gold patch, by feature; empty where the task has no table."""
-    table = load_table(prepared)
-    return {} if table is None else {f: row.gold_tests for f, row in table.rows.items() if row.gold_passes}

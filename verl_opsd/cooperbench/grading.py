@@ -7,16 +7,14 @@ of the infrastructure from failures of the code:
 - A **test run** past its limit is the merged code's doing: it is killed and the feature fails, with exit code 124.
 - Any **other step** past its limit, a sandbox that dies, and an error of the package are faults: :class:`InfraFault` of
   kind ``grader_timeout`` or ``grader_died``, never a score.
-- A feature passes when the runner exits 0, pytest finished with a summary line, nothing failed, and at least as many
-  tests passed as with the gold patch (where the task is qualified).
 
-``Grade.merge`` is the harness's word. ``clean`` also covers a pair of which one or both handed in nothing:
-``apply_status`` tells these apart (``skipped``).
+The verdicts are in :mod:`verl_opsd.cooperbench.verdicts`.
 """
 
 from __future__ import annotations
 
 import base64
+import os
 import re
 import shutil
 import tempfile
@@ -25,43 +23,27 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from verl_opsd.cooperbench.faults import grading_fault
-from verl_opsd.cooperbench.feature_table import gold_counts
+from verl_opsd.cooperbench.feature_table import load_table
 from verl_opsd.cooperbench.identity import load_harness
 from verl_opsd.cooperbench.prepare import REPO_INSIDE
 from verl_opsd.cooperbench.sandbox import CommandResult, Sandbox, SandboxSpec, make_sandbox
 from verl_opsd.cooperbench.types import PairTask, PreparedTask
+from verl_opsd.cooperbench.verdicts import feature_grade, verdicts
 from verl_opsd.errors import InfraFault, OpsdError
 from verl_opsd.tokens.records import FeatureGrade, Grade
 
 STEP_TIMEOUT_S = 120.0
 _RUNNER = "/usr/local/bin/runner.sh"
 _WRITE = re.compile(r"echo '[A-Za-z0-9+/=]*' \| base64 -d > /patches/([a-z0-9_.]+)")
-_SUMMARY = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]*s", re.MULTILINE)
 
 # The package takes a short string for a file's name if it can be one, and fails where it is too long for a name.
 _PREAMBLE = "".join(f"# patch of an agent, preamble line {n}\n" for n in range(20))
-
-
-def pytest_counts(output: str) -> tuple[int, int] | None:
-    """(passed, failed + errors) of pytest's last summary line; None where no session came to its end."""
-    summaries = _SUMMARY.findall(output)
-    if not summaries:
-        return None
-    counts = {word.removesuffix("s"): int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", summaries[-1])}
-    return counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0)
-
-
-def feature_grade(feature_id: int, exit_code: int | None, output: str, gold_count: int | None) -> FeatureGrade:
-    """Grade of one test run. ``exit_code`` None: the suite did not run. ``gold_count`` None: not known."""
-    passed, failed = pytest_counts(output) or (0, 0)
-    ok = exit_code == 0 and passed > 0 and failed == 0 and passed >= (gold_count or 0)
-    return FeatureGrade(feature_id, ok, passed, failed, exit_code, output)
 
 
 @dataclass(frozen=True)
@@ -176,7 +158,8 @@ def grading_sandbox(
     Raises:
         InfraFault: ``grader_died``: the sandbox could not be started, or its python is not the prepared one.
     """
-    with tempfile.TemporaryDirectory(prefix="opsd-grade-") as folder:
+    # In a run everything lies in its own temporary directory, which is removed however the run ends.
+    with tempfile.TemporaryDirectory(prefix="opsd-grade-", dir=os.environ.get("OPSD_TMP")) as folder:
         workspace, patch_dir = Path(folder, "workspace"), Path(folder, "patches")
         patch_dir.mkdir()
         shutil.copytree(prepared.base, workspace / "repo", symlinks=True)
@@ -282,7 +265,7 @@ class _Dispatcher:
 
 
 _install_lock = threading.Lock()
-_NEEDED = ("test_merged", "get_backend", "get_image_name", "_filter_test_files")
+_NEEDED = ("test_merged", "get_backend", "get_image_name", "_filter_test_files", "_run_tests")
 
 
 def _package() -> ModuleType:
@@ -353,28 +336,31 @@ def grade_pair(
         result = package.test_merged(
             pair.repo, pair.task_id, first, second, *stand_in, backend=name, dataset_dir=pair.dataset_dir
         )
+        second_alone = _second_alone(package, box, prepared.base_sha, result) if box.fault is None else []
     if box.fault:
         raise box.fault
     if result["error"]:
         raise grading_fault("grader_died", f"{pair.key}: {result['error'][-2000:]}")
-    counts = gold_counts(prepared)
-    features = []
-    for number, feature_id in enumerate(pair.features, 1):
-        run = result[f"feature{number}"]
-        # a pair of identical patches has "output" where others have "test_output"
-        output = run["test_output"] if "test_output" in run else run["output"]
-        features.append(feature_grade(feature_id, run["exit_code"], output, counts.get(feature_id)))
-    strategy = result["merge"]["strategy"]
-    if strategy.startswith("solo-") and not all(f.passed for f in features):
-        # One agent's patch stands in for a merge that failed only if it passes both suites.
-        features = [replace(f, passed=False) for f in features]
+    table = load_table(prepared)
+    features, strategy, strict = verdicts(pair.features, table.rows if table else {}, result, second_alone)
     return Grade(
         merge=result["merge"]["status"],
         strategy=strategy,
         apply_status=dict(result["apply_status"]),
-        features=(features[0], features[1]),
+        features=features,
         seconds=time.monotonic() - started,
+        strict_strategy=strict,
     )
+
+
+def _second_alone(package: ModuleType, box: GradingSandbox, base_sha: str, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Both suites on the second agent's patch, where the merge failed and nobody's work has passed both; the second suite only
+    when the first passed."""
+    failed = not result["error"] and result["merge"]["status"] in ("conflicts", "missing_input")
+    if not failed or result["both_passed"] or result["apply_status"]["agent2"] != "applied":
+        return []
+    first = package._run_tests(box, "tests1.patch", "patch2.patch", base_sha)
+    return [first, package._run_tests(box, "tests2.patch", "patch2.patch", base_sha)] if first["passed"] else []
 
 
 def _without_tests(package: ModuleType, patch: str) -> str:

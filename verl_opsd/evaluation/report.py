@@ -34,23 +34,28 @@ def rate(passed: int, total: int) -> dict[str, Any]:
 
 
 def standings(episodes: Iterable[Episode]) -> dict[str, Any]:
-    """Outcomes, merges and passes of a set of episodes."""
+    """Outcomes, merges and passes of a set of episodes; those with an answer in an agent's own prompt count nowhere."""
     episodes = list(episodes)
-    scored = [e for e in episodes if e.scored]
+    scored = [e for e in episodes if e.in_standings]
     merges: Counter[str] = Counter()
-    features = pairs = 0
+    features = pairs = earned = 0
+    differences = []
     for e in scored:
         assert e.grade is not None
-        skipped = "skipped" in e.grade.apply_status.values()
-        merges[f"{e.grade.merge}{' (a patch was empty)' if e.grade.merge == 'clean' and skipped else ''}"] += 1
+        merges[e.grade.merge_kind] += 1
         features += sum(f.passed for f in e.grade.features)
         pairs += all(f.passed for f in e.grade.features)
+        earned += sum(f.earned for f in e.grade.features)
+        differences += [f"{e.episode_id}: {line}" for line in e.grade.differences]
     agents = [a for e in scored for a in e.agents]
     return {
         "episodes": {"ran": len(episodes), "scored": len(scored), "outcomes": dict(Counter(e.outcome for e in episodes))},
+        "answer_in_prompt": sum(e.scored and not e.in_standings for e in episodes),
         "merges": dict(merges),
         "features": rate(features, 2 * len(scored)),
         "pairs": rate(pairs, len(scored)),
+        "features_strict": rate(earned, 2 * len(scored)),
+        "differences": differences,
         "agents": {
             "statuses": dict(Counter(a.status for a in agents)),
             "non_empty_patches": rate(sum(bool(a.patch.strip()) for a in agents), len(agents)),
@@ -262,6 +267,11 @@ def print_table(path: Path) -> None:
         table.add_row(f"{split} merges", str(s["merges"]))
         table.add_row(f"{split} features passed", shown(s["features"]))
         table.add_row(f"{split} pairs passed", shown(s["pairs"]))
+        if s["differences"]:
+            table.add_row(f"{split} features passed, strictly", shown(s["features_strict"]))
+            table.add_row(f"{split} where the grades differ", "\n".join(s["differences"]))
+        if s["answer_in_prompt"]:
+            table.add_row(f"{split} left out", f"{s['answer_in_prompt']} with an answer in an agent's own prompt")
         table.add_row(f"{split} agents", str(s["agents"]["statuses"]))
         for reason in s["near_benchmark"]:
             table.add_row(f"{split} stamp", f"not a CooperBench score: {reason}")

@@ -7,7 +7,7 @@ log-probabilities are natural logarithms at temperature 1 unless ``sampling`` sa
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,7 +98,14 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class FeatureGrade:
-    """Result of one feature's hidden tests on the merged tree."""
+    """Result of one feature's hidden tests on the merged tree.
+
+    Attributes:
+        passed: the harness' own verdict, which headlines count.
+        exit_code: None where the suite did not run.
+        strict: this project's verdict, which reward follows; None where nobody gave one (logs of others).
+        note: why ``strict`` differs from ``passed``; empty where it does not.
+    """
 
     feature_id: int
     passed: bool
@@ -106,22 +113,49 @@ class FeatureGrade:
     tests_failed: int
     exit_code: int | None
     output: str = ""
+    strict: bool | None = None
+    note: str = ""
+
+    @property
+    def earned(self) -> bool:
+        """Whether the feature earns reward: the strict verdict, or the harness' where there is no other."""
+        return self.passed if self.strict is None else self.strict
 
 
 @dataclass(frozen=True)
 class Grade:
-    """Grade of a pair. ``merge`` follows the harness: clean | identical | conflicts | missing_input | error."""
+    """Grade of a pair. ``merge`` and ``strategy`` follow the harness: clean | identical | conflicts | missing_input | error, and
+    which tree was tested. ``strict_strategy`` is the tree of the strict verdicts."""
 
     merge: str
     strategy: str | None
     apply_status: dict[str, str]
     features: tuple[FeatureGrade, FeatureGrade]
     seconds: float = 0.0
+    strict_strategy: str | None = None
 
     @property
     def reward(self) -> float:
-        """Half a point for each feature that passes on the merged tree: 0, 0.5 or 1."""
-        return 0.5 * sum(f.passed for f in self.features)
+        """Half a point for each feature that passes by the strict verdict: 0, 0.5 or 1."""
+        return 0.5 * sum(f.earned for f in self.features)
+
+    @property
+    def merge_kind(self) -> str:
+        """``merge``, with empty patches apart, which the harness calls clean: ``clean_one_empty``, ``both_empty``."""
+        empty = sum(status == "skipped" for status in self.apply_status.values())
+        if self.merge != "clean" or not empty:
+            return self.merge
+        return "both_empty" if empty == 2 else "clean_one_empty"
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """One line for each feature whose strict verdict is not the harness' own."""
+        word = {True: "passes", False: "fails"}
+        return tuple(
+            f"feature {f.feature_id} {word[f.passed]} for the harness and {word[f.strict]} strictly: {f.note}"
+            for f in self.features
+            if f.strict is not None and f.strict != f.passed
+        )
 
 
 @dataclass(frozen=True)
@@ -142,7 +176,8 @@ class AgentOutcome:
 class Episode:
     """One pair of agents on one task.
 
-    ``outcome`` is ``scored`` or ``infra:<kind>``; only a scored episode has a grade and a reward.
+    ``outcome`` is ``scored`` or ``infra:<kind>``; only a scored episode has a grade and a reward. ``brief_kinds``: what each
+    agent's own prompt held beyond its task; agents that are not named had no brief.
     """
 
     episode_id: str
@@ -155,7 +190,7 @@ class Episode:
     turns: tuple[TurnRecord, ...]
     agents: tuple[AgentOutcome, ...]
     grade: Grade | None
-    actor_brief_kind: BriefKind
+    brief_kinds: dict[str, BriefKind]
     model_version: int
     near_benchmark: str = ""
     t_start: float = 0.0
@@ -166,3 +201,19 @@ class Episode:
     def scored(self) -> bool:
         """Whether a grade exists; infrastructure faults have none."""
         return self.outcome == "scored"
+
+    @property
+    def pair_key(self) -> str:
+        """Stable name of the pair, as of its task: ``repo/task<ID>/f<A>_f<B>``."""
+        return f"{self.repo}/task{self.task_id}/f{self.features[0]}_f{self.features[1]}"
+
+    @property
+    def actor_brief_kind(self) -> BriefKind:
+        """The strongest brief in a prompt of the pair."""
+        kinds: tuple[BriefKind, ...] = get_args(BriefKind)
+        return max(self.brief_kinds.values(), key=kinds.index, default="none")
+
+    @property
+    def in_standings(self) -> bool:
+        """Whether it may count for a model: it was scored, and no agent read an answer."""
+        return self.scored and self.actor_brief_kind != "answer"

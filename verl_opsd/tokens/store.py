@@ -32,7 +32,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade, Sampling, TurnRecord
 
 #: Version of the files' schema; files of another version are refused.
-STORE_SCHEMA = 1
+STORE_SCHEMA = 2
 
 _TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()
 TURNS = pa.schema(
@@ -64,12 +64,15 @@ GRADES = pa.schema(
         ("strategy", _TEXT),
         ("apply_status", pa.map_(_TEXT, _TEXT)),
         ("seconds", _FLOAT),
+        ("strict_strategy", _TEXT),
         ("feature_id", _INT),
         ("passed", pa.bool_()),
         ("tests_passed", _INT),
         ("tests_failed", _INT),
         ("exit_code", _INT),
         ("output", _TEXT),
+        ("strict", pa.bool_()),
+        ("note", _TEXT),
     ]
 )
 AGENT = pa.struct(
@@ -94,7 +97,7 @@ EPISODES = pa.schema(
         ("contract_hash", _TEXT),
         ("outcome", _TEXT),
         ("agents", pa.list_(AGENT)),
-        ("actor_brief_kind", _TEXT),
+        ("brief_kinds", pa.map_(_TEXT, _TEXT)),
         ("model_version", _INT),
         ("near_benchmark", _TEXT),
         ("t_start", _FLOAT),
@@ -307,12 +310,14 @@ def _tables(episode: Episode) -> dict[str, pa.Table]:
             "strategy": grade.strategy,
             "apply_status": list(grade.apply_status.items()),
             "seconds": grade.seconds,
+            "strict_strategy": grade.strict_strategy,
         }
         for f in (grade.features if grade else ())
         if grade
     ]
     row = {name: getattr(episode, name) for name in EPISODES.names}
     row |= {"agents": [_shallow(a) for a in episode.agents], "messages": messages, "features": list(episode.features)}
+    row["brief_kinds"] = list(episode.brief_kinds.items())
     try:
         return {
             "turns": pa.Table.from_pylist(turns, TURNS),
@@ -355,13 +360,13 @@ def _episode(turns: pa.Table, grades: pa.Table, episodes: pa.Table) -> Episode:
     features = []
     grade = None
     for row in grades.to_pylist():
-        whole = {k: row.pop(k) for k in ("merge", "strategy", "apply_status", "seconds")}
+        whole = {k: row.pop(k) for k in ("merge", "strategy", "apply_status", "seconds", "strict_strategy")}
         features.append(FeatureGrade(**row))
         if len(features) == 2:
             whole["apply_status"] = dict(whole["apply_status"])
             grade = Grade(features=(features[0], features[1]), **whole)
     row = episodes.to_pylist()[0]
-    row["features"] = tuple(row["features"])
+    row["features"], row["brief_kinds"] = tuple(row["features"]), dict(row["brief_kinds"])
     row["agents"] = tuple(AgentOutcome(**a) for a in row["agents"])
     row["messages"] = json.loads(row["messages"])
     return Episode(turns=records, grade=grade, **row)

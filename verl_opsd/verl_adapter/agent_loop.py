@@ -262,7 +262,8 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
     info = {
         "features_passed": sum(f.passed for f in grade.features),
         "pair_passed": int(all(f.passed for f in grade.features)),
-        "clean_merge": int(grade.merge == "clean" and "skipped" not in grade.apply_status.values()),
+        "features_earned": sum(f.earned for f in grade.features),
+        "clean_merge": int(grade.merge_kind == "clean"),
     }
     outputs: list[AgentLoopOutput] = []
     left_out: dict[str, str] = {}
@@ -361,7 +362,7 @@ def _record(
         turns=turns,
         agents=() if done is None else done.agents,
         grade=grade,
-        actor_brief_kind="none",
+        brief_kinds=dict.fromkeys(sessions, "none"),
         model_version=max((t.model_version for t in turns), default=-1),
         near_benchmark=pair.near_benchmark,
         t_start=started,

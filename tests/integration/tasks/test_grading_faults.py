@@ -42,7 +42,7 @@ def task(prepared: dict[str, PreparedTask]) -> PreparedTask:
 
 
 def passed(grade: Grade) -> list[bool]:
-    return [feature.passed for feature in grade.features]
+    return [feature.earned for feature in grade.features]
 
 
 @pytest.mark.parametrize("size", [96 << 10, 128 << 10, 1 << 20])
@@ -235,7 +235,7 @@ def test_skipped_tests_do_not_count(
     source = (task.base / "textkit" / "cases.py").read_text()
     skipping = source.replace("def slugify(text):", "def slugify(text, max_length=None):\n    import pytest\n    pytest.skip()")
     grade = grade_pair(pair, task, make_patch(task, {"textkit/cases.py": skipping}), gold(pair, 2))
-    assert [(f.exit_code, f.passed) for f in grade.features] == [(0, False), (0, False)]
+    assert [(f.exit_code, f.passed, f.earned) for f in grade.features] == [(0, True, False), (0, True, False)]
     assert grade.features[0].tests_passed < 17
 
 

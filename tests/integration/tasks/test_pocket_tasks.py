@@ -95,10 +95,12 @@ def test_the_plain_process_sandbox_gives_the_same_grade(
 
 
 def test_one_agent_may_do_all_the_work(pairs: dict[str, PairTask], prepared: dict[str, PreparedTask]) -> None:
-    """Conflicting pair: the first agent's patch alone stands in when it passes both suites; the second's does not."""
+    """Conflicting pair: the harness takes the first agent's patch alone when it passes both suites, the strict grade either's."""
     pair = pairs["textkit/1+3"]
     combined = (pair.task_dir / "combined.patch").read_text()
     first = grade_pair(pair, prepared["textkit"], combined, gold(pair, 3))
     assert (first.merge, first.strategy, first.reward) == ("conflicts", "solo-agent1", 1.0)
     second = grade_pair(pair, prepared["textkit"], gold(pair, 1), combined)
-    assert (second.merge, second.strategy, second.reward) == ("conflicts", "naive", 0.0)
+    assert (second.merge, second.strategy, second.strict_strategy) == ("conflicts", "naive", "solo-agent2")
+    assert [f.passed for f in second.features] == [False, False] and second.reward == 1.0 and len(second.differences) == 2
+    assert first.strict_strategy == "solo-agent1" and first.differences == ()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from verl_opsd.cooperbench.grading import feature_grade, pytest_counts
+from verl_opsd.cooperbench.feature_table import FeatureRow
+from verl_opsd.cooperbench.verdicts import feature_grade, pytest_counts, verdicts
+from verl_opsd.tokens.records import Grade
 
 LINE = "============================== {} in 0.04s ==============================\n"
 
@@ -48,4 +50,64 @@ def test_counts_are_those_of_the_last_summary_line(output: str, counts: tuple[in
 def test_a_pass_needs_exit_zero_no_failure_and_the_gold_count(
     exit_code: int | None, summary: str, gold: int | None, passed: bool
 ) -> None:
-    assert feature_grade(1, exit_code, LINE.format(summary), gold).passed is passed
+    row = None if gold is None else FeatureRow(1, True, gold, False, 1.0)
+    grade = feature_grade(1, exit_code, LINE.format(summary), row, own=True)
+    assert grade.earned is passed and grade.passed and bool(grade.note) is not passed
+
+
+def run(exit_code: int | None, summary: str = "4 passed", passed: bool | None = None) -> dict[str, object]:
+    """One test run as the package gives it; by its own rule it passes with exit code 0."""
+    ok = exit_code == 0 if passed is None else passed
+    return {"exit_code": exit_code, "test_output": LINE.format(summary), "passed": ok}
+
+
+def merged(one: dict, two: dict, status: str = "clean", strategy: str = "naive") -> dict:
+    return {"feature1": one, "feature2": two, "merge": {"status": status, "strategy": strategy}}
+
+
+SOUND = {1: FeatureRow(1, True, 4, False, 1.0), 2: FeatureRow(2, True, 4, False, 1.0)}
+FREE = {**SOUND, 2: FeatureRow(2, True, 4, True, 1.0)}
+OK, BAD, NONE = run(0), run(1, "1 failed, 3 passed"), run(None, "no tests ran")
+CONFLICT, SOLO = merged(NONE, NONE, "conflicts"), merged(OK, OK, "conflicts", "solo-agent1")
+
+
+@pytest.mark.parametrize(
+    ("rows", "result", "second", "own", "earned", "strict"),
+    [
+        (SOUND, merged(OK, OK), [], [True, True], [True, True], "naive"),
+        (SOUND, merged(OK, BAD), [], [True, False], [True, False], "naive"),
+        ({}, merged(OK, OK), [], [True, True], [True, True], "naive"),
+        (FREE, merged(BAD, OK), [], [False, True], [False, False], "naive"),
+        (SOUND, merged(OK, run(0, "3 passed")), [], [True, True], [True, False], "naive"),
+        (SOUND, merged(OK, run(0, "4 passed", False)), [], [True, False], [True, True], "naive"),
+        (SOUND, SOLO, [], [True, True], [True, True], "solo-agent1"),
+        (FREE, SOLO, [], [True, True], [False, False], "solo-agent1"),
+        (SOUND, merged(run(0, "3 passed"), OK, "conflicts", "solo-agent1"), [], [True, True], [False, False], "solo-agent1"),
+        (SOUND, CONFLICT, [], [False, False], [False, False], "naive"),
+        (SOUND, CONFLICT, [OK, OK], [False, False], [True, True], "solo-agent2"),
+        (SOUND, CONFLICT, [OK], [False, False], [False, False], "naive"),
+        (SOUND, CONFLICT, [OK, BAD], [False, False], [False, False], "naive"),
+        (FREE, CONFLICT, [OK, OK], [False, False], [False, False], "naive"),
+    ],
+)
+def test_both_verdicts(rows: dict, result: dict, second: list, own: list, earned: list, strict: str) -> None:
+    features, strategy, strict_strategy = verdicts((1, 2), rows, result, second)
+    assert ([f.passed for f in features], [f.earned for f in features]) == (own, earned)
+    assert (strategy, strict_strategy) == (result["merge"]["strategy"], strict)
+    grade = Grade("clean", strategy, {}, features)
+    assert grade.reward == sum(earned) / 2 and len(grade.differences) == sum(a != b for a, b in zip(own, earned, strict=True))
+    assert all(f.note for f in features if f.passed != f.earned)
+
+
+@pytest.mark.parametrize(
+    ("merge", "statuses", "kind"),
+    [
+        ("clean", ("applied", "applied"), "clean"),
+        ("clean", ("applied", "skipped"), "clean_one_empty"),
+        ("clean", ("skipped", "skipped"), "both_empty"),
+        ("conflicts", ("applied", "applied"), "conflicts"),
+        ("missing_input", ("failed", "skipped"), "missing_input"),
+    ],
+)
+def test_empty_patches_are_counted_apart(merge: str, statuses: tuple[str, str], kind: str) -> None:
+    assert Grade(merge, None, {"agent1": statuses[0], "agent2": statuses[1]}, ()).merge_kind == kind

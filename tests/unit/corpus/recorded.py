@@ -117,7 +117,7 @@ def episode(
         "turns": tuple(t for turns, _ in played.values() for t in turns),
         "agents": tuple(AgentOutcome(f"agent{i}", i, "Submitted", 2, "diff", 0, True) for i in (1, 2)),
         "grade": Grade("clean", None, {}, tuple(FeatureGrade(i, p, 1, 0, 0) for i, p in zip((1, 2), passed, strict=True))),
-        "actor_brief_kind": "none",
+        "brief_kinds": {"agent1": "none", "agent2": "none"},
         "model_version": 3,
         "messages": {a: m for a, (_, m) in played.items()},
         **changes,

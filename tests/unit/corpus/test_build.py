@@ -61,7 +61,7 @@ def test_success_is_asked_of_the_feature_or_of_the_pair(run, target):
     [
         ({"split": "eval"}, "not_train"),
         ({"outcome": "infra:engine_died", "grade": None}, "infrastructure_fault"),
-        ({"actor_brief_kind": "answer"}, "answer_in_prompt"),
+        ({"brief_kinds": {"agent1": "none", "agent2": "answer"}}, "answer_in_prompt"),
     ],
 )
 def test_episodes_that_are_left_out(changes, reason, tmp_path, target):

@@ -1,5 +1,6 @@
 """The report's numbers against counts and intervals worked by hand."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,12 +14,14 @@ from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade
 from verl_opsd.verl_adapter.guards import kl_rows
 
 
-def episode(name: str, passed: tuple[bool, bool], merge: str = "clean", patches=("a", "b"), outcome: str = "scored") -> Episode:
+def episode(
+    name: str, passed: tuple[bool, bool], merge: str = "clean", patches=("a", "b"), outcome: str = "scored", briefs=None
+) -> Episode:
     status = {f"agent{i + 1}": "applied" if p else "skipped" for i, p in enumerate(patches)}
     features = tuple(FeatureGrade(i + 1, ok, 3 if ok else 1, 0 if ok else 2, 0 if ok else 1) for i, ok in enumerate(passed))
     agents = tuple(AgentOutcome(f"agent{i + 1}", i + 1, "Submitted", 3, p, i, True) for i, p in enumerate(patches))
     grade = Grade(merge, "naive", status, features) if outcome == "scored" else None
-    return Episode(name, "repo", 1, (1, 2), "train", "c", outcome, (), agents, grade, "none", 0)
+    return Episode(name, "repo", 1, (1, 2), "train", "c", outcome, (), agents, grade, briefs or {}, 0)
 
 
 def test_standings_count_scored_episodes_only():
@@ -31,11 +34,34 @@ def test_standings_count_scored_episodes_only():
         ]
     )
     assert got["episodes"] == {"ran": 4, "scored": 3, "outcomes": {"scored": 3, "infra:engine_died": 1}}
-    assert got["merges"] == {"clean": 1, "clean (a patch was empty)": 1, "conflicts": 1}
+    assert got["merges"] == {"clean": 1, "clean_one_empty": 1, "conflicts": 1}
     assert (got["features"]["passed"], got["features"]["total"]) == (3, 6)
     assert (got["pairs"]["passed"], got["pairs"]["total"]) == (1, 3)
     assert got["agents"]["non_empty_patches"]["passed"] == 5
     assert got["agents"]["messages_sent"] == 3
+
+
+def test_an_answer_in_an_agents_own_prompt_counts_nowhere():
+    plain, told = episode("a", (True, False)), episode("b", (True, True), briefs={"agent1": "none", "agent2": "answer"})
+    guided = episode("c", (False, False), briefs={"agent1": "guidance", "agent2": "scope"})
+    got = standings([plain, told, guided])
+    assert (got["episodes"]["ran"], got["episodes"]["scored"], got["answer_in_prompt"]) == (3, 2, 1)
+    assert (got["features"]["passed"], got["features"]["total"]) == (1, 4)
+
+
+def test_the_strict_grade_stands_beside_the_harness_own():
+    features = (
+        FeatureGrade(1, True, 3, 0, 0, "", False, "a free point"),
+        FeatureGrade(2, False, 0, 0, None, "", True, "agent2 did both"),
+    )
+    graded = dataclasses.replace(episode("a", (True, True)), grade=Grade("clean", "naive", {"agent1": "applied"}, features))
+    got = standings([graded, episode("b", (True, True))])
+    assert got["features"]["passed"] == 3 and got["features_strict"]["passed"] == 3
+    assert got["differences"] == [
+        "a: feature 1 passes for the harness and fails strictly: a free point",
+        "a: feature 2 fails for the harness and passes strictly: agent2 did both",
+    ]
+    assert graded.grade.reward == 0.5
 
 
 def test_wilson_interval_of_five_in_ten():

@@ -40,7 +40,7 @@ def same(a, b) -> bool:
 def make_episode(episode_id="e", seed=0, contract="c" * 64, **changes) -> Episode:
     turns, _ = asyncio.run(random_conversation(random.Random(seed), 4))
     features = (
-        FeatureGrade(3, True, 12, 0, 0, "ok é\x00\n"),
+        FeatureGrade(3, True, 12, 0, 0, "ok é\x00\n", False, "too few"),
         FeatureGrade(5, False, 0, 2, None, ""),
     )
     values = {
@@ -56,8 +56,8 @@ def make_episode(episode_id="e", seed=0, contract="c" * 64, **changes) -> Episod
             AgentOutcome("agent1", 3, "Submitted", 9, "diff --git 漢😀\r\n", 2, True),
             AgentOutcome("agent2", 5, "Error", 0, "", 0, False, "boom"),
         ),
-        "grade": Grade("clean", None, {"agent1": "applied", "agent2": "failed"}, features, 1.25),
-        "actor_brief_kind": "none",
+        "grade": Grade("clean", None, {"agent1": "applied", "agent2": "failed"}, features, 1.25, "solo-agent2"),
+        "brief_kinds": {"agent1": "guidance", "agent2": "none"},
         "model_version": 4,
         "near_benchmark": "tree from a release",
         "t_start": 1.0 / 3.0,
@@ -157,14 +157,14 @@ def test_another_schema_version_is_refused(tmp_path, monkeypatch):
     EpisodeStore(tmp_path).write(make_episode())
     store = EpisodeStore(tmp_path)
     table = pq.read_table(tmp_path / "e" / "turns.parquet")
-    assert table.schema.metadata[b"opsd_schema"] == b"1" and table.schema.metadata[b"contract_hash"] == b"c" * 64
-    monkeypatch.setattr(store_module, "STORE_SCHEMA", 2)
-    with pytest.raises(OpsdError, match="schema version 1"):
+    assert table.schema.metadata[b"opsd_schema"] == b"2" and table.schema.metadata[b"contract_hash"] == b"c" * 64
+    monkeypatch.setattr(store_module, "STORE_SCHEMA", 3)
+    with pytest.raises(OpsdError, match="schema version 2"):
         EpisodeStore(tmp_path)
     with pytest.raises(OpsdError):
         store.read("e")
     monkeypatch.undo()
-    pq.write_table(table.replace_schema_metadata({"opsd_schema": "2"}), tmp_path / "e" / "turns.parquet")
+    pq.write_table(table.replace_schema_metadata({"opsd_schema": "3"}), tmp_path / "e" / "turns.parquet")
     with pytest.raises(OpsdError, match="opsd_schema"):
         store.read("e")
 
