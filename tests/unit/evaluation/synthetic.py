@@ -65,7 +65,7 @@ def episode(
         "turns": (),
         "agents": agents,
         "grade": Grade(merge, "naive", applied, grades),
-        "actor_brief_kind": "none",
+        "brief_kinds": {},
         "model_version": 0,
         "t_start": 1000.0,
         "t_end": 1120.0,

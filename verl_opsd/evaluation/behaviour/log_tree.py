@@ -58,7 +58,7 @@ def _episode(folder: Path, result: dict[str, Any]) -> Episode:
         turns=(),
         agents=tuple(_agent(folder, agent, result["agents"][agent], messages[agent]) for agent in sorted(result["agents"])),
         grade=grade,
-        actor_brief_kind="none",
+        brief_kinds={},
         model_version=-1,
         t_start=datetime.fromisoformat(result["started_at"]).timestamp(),
         t_end=datetime.fromisoformat(result["started_at"]).timestamp() + float(result["duration_seconds"]),
