@@ -233,7 +233,7 @@ class WorthConfig:
 class SandboxConfig:
     """Where agents' commands and hidden tests run. ``allow_unsafe`` permits ``process``, which isolates nothing."""
 
-    backend: Literal["bubblewrap", "process"] = "bubblewrap"
+    backend: Literal["bubblewrap", "process", "docker"] = "bubblewrap"
     allow_unsafe: bool = False
 
 

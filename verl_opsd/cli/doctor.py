@@ -7,12 +7,13 @@ import importlib
 import importlib.metadata
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Console
 from rich.table import Table
 
 from verl_opsd import SUPPORTED_VERL
+from verl_opsd.cooperbench.sandbox import BACKENDS
 from verl_opsd.errors import OpsdError
 from verl_opsd.paths import conf_dir
 
@@ -44,6 +45,7 @@ Finding = tuple[str, bool, str]
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Adds `opsd doctor`."""
     p = subparsers.add_parser("doctor", help="check this installation; exit code 1 when something is missing")
+    p.add_argument("--sandbox", choices=sorted(BACKENDS), help="run the contract suite of this backend, and nothing else")
     p.set_defaults(func=run)
 
 
@@ -105,11 +107,35 @@ def devices() -> Iterator[Finding]:
     yield "devices", True, f"{', '.join(names) or 'no accelerator'}; scale={_scale_from_hardware()}"
 
 
+def show(title: str, findings: Iterable[Finding]) -> int:
+    """Prints findings as they come; 1 when one failed."""
+    console, failed = Console(width=140), 0
+    console.print(title, style="bold")
+    for name, ok, detail in findings:
+        failed += not ok
+        console.print(f"{'ok ' if ok else 'NO '} {name}: {detail}", markup=False, highlight=False)
+    print(f"{failed} checks failed" if failed else "all checks passed", file=sys.stderr)
+    return 1 if failed else 0
+
+
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (installation, harness, sandbox, devices, seams)
+
+
+def suite(backend: str) -> Iterator[Finding]:
+    """The contract suite of a sandbox backend on this machine, a minute or so."""
+    from verl_opsd.cooperbench.sandbox import unavailable
+    from verl_opsd.cooperbench.sandbox.suite import run_suite
+
+    if reason := unavailable(backend):
+        yield f"{backend} is here", False, reason
+        return
+    yield from run_suite(backend, allow_unsafe=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints every finding; 1 when one failed."""
+    if args.sandbox:
+        return show(f"opsd doctor --sandbox {args.sandbox}", suite(args.sandbox))
     table = Table(title=f"opsd doctor (Python {sys.version.split()[0]})")
     for column in ("check", "ok", "detail"):
         table.add_column(column, overflow="fold")

@@ -6,7 +6,7 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
-from verl_opsd.cooperbench.sandbox.base import CommandResult, Limits, Sandbox, SandboxSpec
+from verl_opsd.cooperbench.sandbox.base import CommandResult, Limits, Sandbox, SandboxSpec, Traits
 from verl_opsd.cooperbench.sandbox.bubblewrap import BubblewrapSandbox
 from verl_opsd.cooperbench.sandbox.cgroup import CONTROLLERS, find_cgroups
 from verl_opsd.cooperbench.sandbox.host import reap_stale, require_host, version_of
@@ -21,14 +21,45 @@ __all__ = [
     "PlainProcessSandbox",
     "Sandbox",
     "SandboxSpec",
+    "Traits",
     "make_sandbox",
     "reap_stale",
     "require_sandbox",
     "sandbox_report",
     "traits",
+    "unavailable",
 ]
 
-BACKENDS = ("bubblewrap", "process")
+BACKENDS = {
+    "bubblewrap": Traits(
+        processes="end with their command (a process namespace each)",
+        network="none",
+        files="stay between commands; /tmp, home and /usr/local/bin are the sandbox's own",
+        limits="memory and processes of the sandbox; each file; output",
+        verified=True,
+    ),
+    "process": Traits(
+        processes="end with their command, unless they leave its process group",
+        network="the host's",
+        files="the host's",
+        limits="memory of each process; each file; output. Processes are not counted",
+        verified=True,
+    ),
+    "docker": Traits(
+        processes="are swept after their command; one in a session of its own, when no other command runs",
+        network="none",
+        files="stay between commands, the image's included; commands are root of the container",
+        limits="memory and processes of the container; each file; output",
+        verified=False,
+    ),
+    "modal": Traits(
+        processes="are swept after their command; one in a session of its own, when no other command runs",
+        network="blocked",
+        files="are sent at the start, and the workspace comes back at the end; no writable binds, so no pairs",
+        limits="memory of the container; each file; output. Processes are not counted",
+        verified=False,
+    ),
+}
 MIN_GIT = (2, 38)  # `git merge-tree --write-tree`, which the gh shim uses
 
 
@@ -36,7 +67,7 @@ def make_sandbox(backend: str, spec: SandboxSpec, *, allow_unsafe: bool = False)
     """Makes a sandbox; the caller closes it.
 
     Args:
-        backend: ``bubblewrap``, or ``process`` (no isolation).
+        backend: one of :data:`BACKENDS`; ``process`` isolates nothing.
         allow_unsafe: needed for ``process``, without effect on isolation that is there.
 
     Raises:
@@ -47,6 +78,14 @@ def make_sandbox(backend: str, spec: SandboxSpec, *, allow_unsafe: bool = False)
         return BubblewrapSandbox(spec)
     if backend == "process":
         return PlainProcessSandbox(spec, allow_unsafe=allow_unsafe)
+    if backend == "docker":
+        from verl_opsd.cooperbench.sandbox.docker import DockerSandbox
+
+        return DockerSandbox(spec)
+    if backend == "modal":
+        from verl_opsd.cooperbench.sandbox.modal import ModalSandbox
+
+        return ModalSandbox(spec)
     raise OpsdError(
         f"sandbox backend {backend!r}",
         "known backends: " + ", ".join(BACKENDS),
@@ -75,6 +114,24 @@ def traits(backend: str) -> str:
     """How a backend treats background processes, network, environment and paths, and the limits of an agent's sandbox
     (bytes)."""
     return f"{_TRAITS[backend]}; {', '.join(f'{k}={v}' for k, v in dataclasses.asdict(Limits()).items())}"
+
+
+def unavailable(backend: str) -> str:
+    """Why this host can't make a sandbox of a backend, or ''."""
+    if backend == "bubblewrap":
+        try:
+            require_host()
+        except OpsdError as error:
+            return str(error)
+    if backend == "docker":
+        from verl_opsd.cooperbench.sandbox.docker import missing as no_docker
+
+        return no_docker()
+    if backend == "modal":
+        from verl_opsd.cooperbench.sandbox.modal import missing as no_modal
+
+        return no_modal()
+    return ""
 
 
 def sandbox_report() -> list[tuple[str, bool, str]]:

@@ -63,6 +63,17 @@ class CommandResult:
         return self.output.decode("utf-8", errors="replace")
 
 
+@dataclass(frozen=True)
+class Traits:
+    """How a backend differs from the others, in words; ``verified``: whether its contract suite has run for this version."""
+
+    processes: str
+    network: str
+    files: str
+    limits: str
+    verified: bool
+
+
 class Sandbox(Protocol):
     """A place where commands run. Thread-safe: each call is a command of its own; background processes that a command
     leaves behind die with it."""
