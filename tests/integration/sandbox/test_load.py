@@ -39,7 +39,7 @@ def test_sixteen_sandboxes_lose_no_command_and_leave_nothing(make, commands):
             late = i % 50 == 3
             script = f"sleep 100 & setsid sleep 100 & read x; echo {number}.{i} >> log; echo {number}-{i}-$x"
             script += "; sleep 100" if late else ""
-            done = sandbox.run(["bash", "-c", script], timeout_s=1.0 if late else 60, stdin=b"in\n")
+            done = sandbox.run(["bash", "-c", script], timeout_s=5.0 if late else 60, stdin=b"in\n")
             answered += done.output == f"{number}-{i}-in\n".encode() and done.timed_out == late
             killed += done.timed_out
         lines = (sandbox.spec.workspace / "repo" / "log").read_text().splitlines()
