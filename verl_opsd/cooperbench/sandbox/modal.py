@@ -116,7 +116,12 @@ class ModalSandbox(ContainerSandbox):
                 lost = str(error)
         super().close()
         if lost:
-            raise self._fault("workspace_lost", f"its files could not be brought back: {lost}")
+            raise InfraFault(
+                "workspace_lost",
+                f"sandbox {self.spec.name}: its files could not be brought back: {lost}",
+                "the workspace comes back when a sandbox is closed",
+                "run the pair again",
+            )
 
     def _remove(self) -> None:
         if self._sandbox is None:
