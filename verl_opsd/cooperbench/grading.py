@@ -363,6 +363,11 @@ def _second_alone(package: ModuleType, box: GradingSandbox, base_sha: str, resul
     return [first, package._run_tests(box, "tests2.patch", "patch2.patch", base_sha)] if first["passed"] else []
 
 
+def without_tests(patch: str) -> str:
+    """A patch without its sections on test files, as it is graded; empty where nothing is left."""
+    return _without_tests(_package(), patch)
+
+
 def _without_tests(package: ModuleType, patch: str) -> str:
     """A patch without its sections on test files, by the package's own rule; empty where nothing is left."""
     filtered = package._filter_test_files(patch)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
+
+import numpy as np
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.behaviour.log_tree import is_log_tree, read_log_tree
+from verl_opsd.evaluation.compare import compare
+from verl_opsd.evaluation.design import Rerun, noise_floor
+from verl_opsd.evaluation.shapes import Comparison, Standing
+from verl_opsd.evaluation.standings import model_info, outcomes, standing
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.records import Episode
 from verl_opsd.tokens.store import EpisodeStore
@@ -50,3 +58,69 @@ def load_models(specs: Sequence[str], split: str = "eval") -> dict[str, list[Epi
             own = f"{name}@{e.model_version}" if len(versions) > 1 else name
             models.setdefault(own, []).append(e)
     return models
+
+
+def model_standings(specs: Sequence[str], models: Mapping[str, Sequence[Episode]]) -> list[Standing]:
+    """A row a model of :func:`load_models`; what its run directories say of it (size, serving, plan, patches alone) is taken along."""
+    rows = []
+    for name, episodes in models.items():
+        infos = [model_info(folder, episodes) for own, folder in map(split_name, specs) if own in (name, name.split("@")[0])]
+        info = infos[0]
+        if len(infos) > 1:  # several runs of one model
+            planned = [i.planned for i in infos if i.planned is not None]
+            alone = {k: v for i in infos for k, v in i.alone.items()}
+            info = replace(info, planned=sum(planned) if len(planned) == len(infos) else None, alone=alone)
+        rows.append(standing(name, episodes, info))
+    return rows
+
+
+def require_one_contract(specs: Sequence[str], varies: str | None) -> None:
+    """Refuses to compare run directories of different contracts, but for one declared field. Logs of the harness carry none.
+
+    Raises:
+        OpsdError: naming the fields that differ.
+    """
+    runs = [RunDir(folder) for _, folder in map(split_name, specs) if (folder / "contract.json").is_file()]
+    for run in runs[1:]:
+        runs[0].contract().require_same(run.contract(), str(run.path), varies)
+
+
+def comparisons(
+    models: Mapping[str, Sequence[Episode]],
+    baseline: str,
+    reruns: Sequence[str],
+    nodes: Mapping[str, str],
+    correction: Literal["holm", "bh"] = "holm",
+) -> list[Comparison]:
+    """Every model but the re-runs against the baseline, on pairs and on features passed, on common pairs.
+
+    Args:
+        reruns: models that are the baseline's weights once more; with the baseline they give the noise floor.
+        nodes: model -> what served it.
+
+    Raises:
+        OpsdError: a name that is no model, or nothing to compare.
+    """
+    unknown = {baseline, *reruns} - set(models)
+    others = [m for m in models if m != baseline and m not in reruns]
+    if unknown or not others:
+        raise OpsdError(
+            f"baseline {baseline}, re-runs {list(reruns)}, models {list(models)}",
+            "a comparison is of a model with a baseline among those that were named",
+            "correct the names, or name a model to compare",
+        )
+    rng = np.random.default_rng(0)
+    out: list[Comparison] = []
+    for metric in ("pairs", "features"):
+        floor = None
+        if reruns:
+            runs = [_rerun(n, i, models[n], metric, nodes[n]) for i, n in enumerate((baseline, *reruns))]
+            floor = noise_floor(runs)
+        scores = [outcomes(n, models[n], metric) for n in others]
+        out += compare(outcomes(baseline, models[baseline], metric), scores, rng, floor=floor, correction=correction)
+    return out
+
+
+def _rerun(name: str, number: int, episodes: Sequence[Episode], metric: str, node: str) -> Rerun:
+    values = {pair: float(np.mean(v)) for pair, v in outcomes(name, episodes, metric).values.items()}
+    return Rerun(values, node=node, seed=number)

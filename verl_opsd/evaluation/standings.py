@@ -1,0 +1,193 @@
+"""Standings: what a model scored under one contract, with every denominator, and where its failures lie."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from verl_opsd.errors import OpsdError
+from verl_opsd.evaluation.alone import Alone, read_alone, who_did_it
+from verl_opsd.evaluation.compare import Outcomes
+from verl_opsd.evaluation.outcomes import causes, is_empty, merge_of, patch_bytes
+from verl_opsd.evaluation.shapes import CAUSES, MERGES, WORK, Cell, Rate, Standing
+from verl_opsd.evaluation.statistics import rate
+from verl_opsd.tokens.records import AgentOutcome, Episode
+
+UNVERIFIED = {"manifest": "unverified"}
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What is known of a model beside its episodes; see :class:`~verl_opsd.evaluation.shapes.Standing` for the fields.
+
+    ``prices``: cost of a million prompt and a million policy tokens; None where nobody said.
+    """
+
+    parameters: int | None = None
+    active_parameters: int | None = None
+    serving: dict[str, str] = field(default_factory=lambda: dict(UNVERIFIED))
+    planned: int | None = None
+    prices: tuple[float, float] | None = None
+    alone: Mapping[str, Alone] = field(default_factory=dict)
+
+
+def model_info(run: Path, episodes: Iterable[Episode]) -> ModelInfo:
+    """What a run directory says of its model; the default where it says nothing (``evaluation.json``, ``contract.json``, ``alone/``)."""
+    path, contract = run / "evaluation.json", run / "contract.json"
+    said: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    serving = said.get("serving")
+    if serving is None and contract.is_file():
+        values = json.loads(contract.read_text())
+        keys = ("serving", "tool_parser", "reasoning_parser", "step_limit", "max_tokens", "context_length", "temperature")
+        serving = {k: str(values[k]) for k in keys if k in values}
+    alone = {e.episode_id: found for e in episodes if (found := read_alone(run, e.episode_id)) is not None}
+    return ModelInfo(
+        parameters=said.get("parameters"),
+        active_parameters=said.get("active_parameters"),
+        serving=serving or dict(UNVERIFIED),
+        planned=len(said["planned"]) if "planned" in said else None,
+        prices=tuple(said["prices"]) if said.get("prices") else None,
+        alone=alone,
+    )
+
+
+def standing(model: str, episodes: Iterable[Episode], info: ModelInfo | None = None) -> Standing:
+    """One row of the standings. A model whose agents have all failed on infrastructure has a row without denominators.
+
+    Raises:
+        OpsdError: episodes of several contracts, or the same episode twice.
+    """
+    info = info or ModelInfo()
+    episodes = sorted(episodes, key=lambda e: e.episode_id)
+    contracts = {e.contract_hash for e in episodes}
+    twice = [k for k, n in Counter(e.episode_id for e in episodes).items() if n > 1]
+    if len(contracts) > 1 or twice:
+        raise OpsdError(
+            f"{model}: {len(contracts)} contracts, {len(twice)} episodes twice",
+            "a row counts each episode of one contract once",
+            "give runs of different contracts names of their own",
+        )
+    scored = [e for e in episodes if e.scored]
+    agents = [(e, a) for e in episodes for a in e.agents]
+    passed = {e.episode_id: _passed(e) for e in scored}
+
+    def of_pairs(least: int) -> Rate:
+        hits = [k for k, n in passed.items() if n >= least]
+        return rate(len(hits), len(scored), "scored pairs", hits)
+
+    def of_agents(hits: list[tuple[Episode, AgentOutcome]]) -> Rate:
+        return rate(len(hits), len(agents), "agents that ended their run", (e.episode_id for e, _ in hits))
+
+    sizes = [patch_bytes(a) for _, a in agents]
+    merges = Counter(merge_of(e.grade) for e in scored if e.grade is not None)
+    work = Counter(who_did_it(e, info.alone.get(e.episode_id)) for e in scored)
+    why = Counter(c for e in scored for c in causes(e))
+    tokens = _tokens(scored)
+    return Standing(
+        model=model,
+        contract=next(iter(contracts), ""),
+        parameters=info.parameters,
+        active_parameters=info.active_parameters,
+        serving=info.serving,
+        planned=info.planned,
+        ran=len(episodes),
+        scored=len(scored),
+        void=dict(sorted(Counter(e.outcome.removeprefix("infra:") for e in episodes if not e.scored).items())),
+        features=rate(sum(passed.values()), 2 * len(scored), "features of scored pairs", (k for k, n in passed.items() if n)),
+        pairs=of_pairs(2),
+        pairs_any=of_pairs(1),
+        non_empty=of_agents([(e, a) for e, a in agents if not is_empty(a, e.grade)]),
+        submitted=of_agents([(e, a) for e, a in agents if a.status == "Submitted"]),
+        opened_pr=of_agents([(e, a) for e, a in agents if a.opened_pr]),
+        median_patch_bytes=_median(sizes),
+        median_non_empty_bytes=_median([n for n in sizes if n]),
+        patch_kb_per_pair=_mean([sum(map(patch_bytes, e.agents)) / 1000 for e in scored]),
+        merges={k: merges[k] for k in MERGES if merges[k]},
+        work={k: work[k] for k in WORK if work[k]},
+        causes={k: why[k] for k in CAUSES if why[k]},
+        exits=dict(sorted(Counter(a.status for _, a in agents).items())),
+        minutes_per_pair=_mean([(e.t_end - e.t_start) / 60 for e in scored]),
+        messages_per_pair=_mean([sum(a.sent_messages for a in e.agents) for e in scored]),
+        median_steps=_median([a.steps for _, a in agents]),
+        policy_tokens_per_pair=None if tokens is None else tokens[1],
+        prompt_tokens_per_pair=None if tokens is None else tokens[0],
+        cost_per_pair=None
+        if tokens is None or info.prices is None
+        else sum(t * p for t, p in zip(tokens, info.prices, strict=True)) / 1e6,
+        grid=_grid(episodes),
+        stamps=tuple(sorted({e.near_benchmark for e in episodes if e.near_benchmark})),
+        episodes=tuple(e.episode_id for e in episodes),
+    )
+
+
+def outcomes(model: str, episodes: Iterable[Episode], metric: str = "pairs") -> Outcomes:
+    """A model's scores by pair, one a scored seed, for a comparison.
+
+    Args:
+        metric: ``pairs``: 1 where both features passed, else 0; ``features``: share of the two that passed.
+
+    Raises:
+        OpsdError: another metric.
+    """
+    if metric not in ("pairs", "features"):
+        raise OpsdError(f"metric {metric!r}", "models are compared on pairs or features", "choose one of the two")
+    values: dict[str, list[float]] = defaultdict(list)
+    for e in sorted(episodes, key=lambda e: e.episode_id):
+        if e.scored:
+            n = _passed(e)
+            values[pair_key(e)].append(float(n == 2) if metric == "pairs" else n / 2)
+    return Outcomes(model, metric, {k: tuple(v) for k, v in sorted(values.items())})
+
+
+def pair_key(episode: Episode) -> str:
+    """``repo/task<ID>/f<A>_f<B>``."""
+    return f"{episode.repo}/task{episode.task_id}/f{episode.features[0]}_f{episode.features[1]}"
+
+
+def _passed(episode: Episode) -> int:
+    assert episode.grade is not None
+    return sum(f.passed for f in episode.grade.features)
+
+
+def _tokens(scored: Sequence[Episode]) -> tuple[float, float] | None:
+    """Means a pair of prompt and policy tokens; None where no episode has recorded turns."""
+    with_turns = [e for e in scored if e.turns]
+    if not with_turns:
+        return None
+    prompt = fmean(sum(t.prompt_len for t in e.turns) for e in with_turns)
+    return prompt, fmean(sum(len(t.response_ids) for t in e.turns) for e in with_turns)
+
+
+def _grid(episodes: Sequence[Episode]) -> tuple[Cell, ...]:
+    by_pair: dict[str, list[Episode]] = defaultdict(list)
+    for e in episodes:
+        by_pair[pair_key(e)].append(e)
+    cells = []
+    for key, seeds in sorted(by_pair.items()):
+        scored = [e for e in seeds if e.scored]
+        cells.append(
+            Cell(
+                pair=key,
+                features=sum(map(_passed, scored)),
+                of=2 * len(scored),
+                merges=dict(sorted(Counter(merge_of(e.grade) for e in scored if e.grade is not None).items())),
+                minutes=_mean([(e.t_end - e.t_start) / 60 for e in scored]),
+                messages=_mean([sum(a.sent_messages for a in e.agents) for e in scored]),
+                void=len(seeds) - len(scored),
+                episodes=tuple(e.episode_id for e in seeds),
+            )
+        )
+    return tuple(cells)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return float(median(values)) if values else None
