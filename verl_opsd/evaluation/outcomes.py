@@ -9,10 +9,8 @@ NEAR_MISS = 2
 
 
 def merge_of(grade: Grade) -> str:
-    """One of ``shapes.MERGES``: the harness' status, with its ``clean`` split by whether both handed something in."""
-    if grade.merge != "clean":
-        return grade.merge
-    return "clean_one_empty" if "skipped" in grade.apply_status.values() else "clean_both"
+    """One of ``shapes.MERGES``: the harness' status, with its ``clean`` split by how many handed something in."""
+    return "clean_both" if grade.merge_kind == "clean" else grade.merge_kind
 
 
 def is_empty(agent: AgentOutcome, grade: Grade | None) -> bool:

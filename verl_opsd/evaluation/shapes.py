@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-#: How a pair's two patches met, in the order in which tables show it. The harness calls the first two ``clean``.
-MERGES = ("clean_both", "clean_one_empty", "identical", "conflicts", "missing_input", "error")
+#: How a pair's two patches met, in the order in which tables show it. The harness calls the first three ``clean``.
+MERGES = ("clean_both", "clean_one_empty", "both_empty", "identical", "conflicts", "missing_input", "error")
 
 #: Who did a pair's work, from each patch alone on both suites; ``ungraded``: the patches were not graded alone.
 WORK = ("one_did_both", "handoff", "split", "partial", "none", "ungraded")
@@ -81,7 +81,8 @@ class Standing:
         parameters, active_parameters: of the model, in all and used a token; None where they are not known.
         serving: what served it (engine, parsers, limits, layout); ``{"manifest": "unverified"}`` where nobody said.
         planned, ran, scored: episodes; ``planned`` is None where no plan was recorded.
-        void: fault kind -> episodes that it ended; in no denominator below but those of ``agents``.
+        void: fault kind -> episodes that it ended, in no denominator below but those of agents; ``answer_in_prompt``: episodes in
+            which an agent read an answer, in none at all.
         features: features passed of 2 a scored pair. pairs: both passed. pairs_any: at least one passed.
         non_empty, submitted, opened_pr: agents, of all agents that ended their run (those of a pair whose grading
             failed too: what they handed in is known).

@@ -72,6 +72,9 @@ def standing(model: str, episodes: Iterable[Episode], info: ModelInfo | None = N
             "a row counts each episode of one contract once",
             "give runs of different contracts names of their own",
         )
+    void = Counter("answer_in_prompt" if e.scored else e.outcome.removeprefix("infra:") for e in episodes if not e.in_standings)
+    ids = tuple(e.episode_id for e in episodes)
+    episodes = [e for e in episodes if e.in_standings or not e.scored]
     scored = [e for e in episodes if e.scored]
     agents = [(e, a) for e in episodes for a in e.agents]
     passed = {e.episode_id: _passed(e) for e in scored}
@@ -95,9 +98,9 @@ def standing(model: str, episodes: Iterable[Episode], info: ModelInfo | None = N
         active_parameters=info.active_parameters,
         serving=info.serving,
         planned=info.planned,
-        ran=len(episodes),
+        ran=len(ids),
         scored=len(scored),
-        void=dict(sorted(Counter(e.outcome.removeprefix("infra:") for e in episodes if not e.scored).items())),
+        void=dict(sorted(void.items())),
         features=rate(sum(passed.values()), 2 * len(scored), "features of scored pairs", (k for k, n in passed.items() if n)),
         pairs=of_pairs(2),
         pairs_any=of_pairs(1),
@@ -121,7 +124,7 @@ def standing(model: str, episodes: Iterable[Episode], info: ModelInfo | None = N
         else sum(t * p for t, p in zip(tokens, info.prices, strict=True)) / 1e6,
         grid=_grid(episodes),
         stamps=tuple(sorted({e.near_benchmark for e in episodes if e.near_benchmark})),
-        episodes=tuple(e.episode_id for e in episodes),
+        episodes=ids,
     )
 
 
@@ -138,15 +141,10 @@ def outcomes(model: str, episodes: Iterable[Episode], metric: str = "pairs") -> 
         raise OpsdError(f"metric {metric!r}", "models are compared on pairs or features", "choose one of the two")
     values: dict[str, list[float]] = defaultdict(list)
     for e in sorted(episodes, key=lambda e: e.episode_id):
-        if e.scored:
+        if e.in_standings:
             n = _passed(e)
-            values[pair_key(e)].append(float(n == 2) if metric == "pairs" else n / 2)
+            values[e.pair_key].append(float(n == 2) if metric == "pairs" else n / 2)
     return Outcomes(model, metric, {k: tuple(v) for k, v in sorted(values.items())})
-
-
-def pair_key(episode: Episode) -> str:
-    """``repo/task<ID>/f<A>_f<B>``."""
-    return f"{episode.repo}/task{episode.task_id}/f{episode.features[0]}_f{episode.features[1]}"
 
 
 def _passed(episode: Episode) -> int:
@@ -166,7 +164,7 @@ def _tokens(scored: Sequence[Episode]) -> tuple[float, float] | None:
 def _grid(episodes: Sequence[Episode]) -> tuple[Cell, ...]:
     by_pair: dict[str, list[Episode]] = defaultdict(list)
     for e in episodes:
-        by_pair[pair_key(e)].append(e)
+        by_pair[e.pair_key].append(e)
     cells = []
     for key, seeds in sorted(by_pair.items()):
         scored = [e for e in seeds if e.scored]

@@ -24,7 +24,7 @@ def test_two_gold_patches_are_a_split(tmp_path, capsys):
         (FeatureGrade(1, True, 1, 0, 0), FeatureGrade(2, True, 1, 0, 0)),
     )
     fields = {"repo": "pocket_textkit_task", "task_id": 0, "features": (1, 2), "split": "eval", "contract_hash": contract.hash}
-    e = Episode("e", outcome="scored", turns=(), agents=agents, grade=grade, actor_brief_kind="none", model_version=0, **fields)
+    e = Episode("e", outcome="scored", turns=(), agents=agents, grade=grade, brief_kinds={}, model_version=0, **fields)
     EpisodeStore(tmp_path / "run" / "episodes").write(e)
     write_json(tmp_path / "run" / "contract.json", contract.as_dict())
     assert main(["standings", str(tmp_path / "run"), "--grade-alone", "pocket"]) == 0

@@ -105,6 +105,7 @@ BY_HAND = {
     "action_other": ((2, 17), (1, 3)),
     "merge_clean_both": ((0, 1), (0, 1)),
     "merge_clean_one_empty": ((1, 1), (0, 1)),
+    "merge_both_empty": ((0, 1), (0, 1)),
     "merge_identical": ((0, 1), (1, 1)),
     "merge_conflicts": ((0, 1), (0, 1)),
     "merge_missing_input": ((0, 1), (0, 1)),

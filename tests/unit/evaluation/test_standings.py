@@ -84,8 +84,15 @@ def test_the_published_merges(clean, identical, conflicts):
     merges = ["clean"] * clean + ["identical"] * identical + ["conflicts"] * conflicts
     got = standing("m", [ep(k, merge=m) for k, m in enumerate(merges)]).merges
     assert got == {k: v for k, v in {"clean_both": clean, "identical": identical, "conflicts": conflicts}.items() if v}
-    one_empty = standing("m", [ep(0, patches=(P, ""))])
-    assert one_empty.merges == {"clean_one_empty": 1}  # the harness calls it clean
+    empty = standing("m", [ep(0, patches=(P, "")), ep(1, patches=("", ""))])
+    assert empty.merges == {"clean_one_empty": 1, "both_empty": 1}  # the harness calls both clean
+
+
+def test_episodes_in_which_an_agent_read_an_answer_count_nowhere():
+    told = ep(0, passed=(True, True), brief_kinds={"agent1": "answer"})
+    s = standing("m", [told, ep(1)])
+    assert (s.ran, s.scored, s.void, s.features.total, s.non_empty.total) == (2, 1, {"answer_in_prompt": 1}, 2, 2)
+    assert list(outcomes("m", [told, ep(1)]).values) == ["r_task/task1/f1_f2"] and len(s.grid) == 1
 
 
 QUARTERS = {

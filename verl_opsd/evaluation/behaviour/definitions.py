@@ -54,6 +54,7 @@ action_explore | explore | actions | share | share | executed commands with the 
 action_other | other | actions | share | share | executed commands with the label other / executed commands; a command may have several labels
 merge_clean_both | clean both | merges | share | share | pairs whose merge is clean_both / P
 merge_clean_one_empty | clean one empty | merges | share | share | pairs whose merge is clean_one_empty / P
+merge_both_empty | both empty | merges | share | share | pairs whose merge is both_empty / P
 merge_identical | identical | merges | share | share | pairs whose merge is identical / P
 merge_conflicts | conflicts | merges | share | share | pairs whose merge is conflicts / P
 merge_missing_input | missing input | merges | share | share | pairs whose merge is missing_input / P

@@ -37,7 +37,8 @@ def reference() -> dict[str, float]:
 def behaviour(
     models: Mapping[str, Iterable[Episode]], *, base: str | None = None, teacher: str | None = None
 ) -> BehaviourTable:
-    """The behaviour of several models; episodes without a grade are counted in ``void`` and in nothing else.
+    """The behaviour of several models; episodes without a grade, and those in which an agent read an answer, are
+    counted in ``void`` and in nothing else.
 
     Args:
         models: name -> its episodes, from any number of runs.
@@ -59,7 +60,7 @@ def behaviour(
         twice = [k for k, n in Counter(e.episode_id for e in episodes).items() if n > 1]
         if twice:
             raise OpsdError(f"{name}: {', '.join(sorted(twice)[:3])} twice", "an episode counts once", "leave one run out")
-        scored = sorted((e for e in episodes if e.scored), key=lambda e: e.episode_id)
+        scored = sorted((e for e in episodes if e.in_standings), key=lambda e: e.episode_id)
         measured[name] = [measure(e) for e in scored]
         void[name] = len(episodes) - len(scored)
     rows = tuple(_row(d, measured, base, teacher) for d in DEFINITIONS.values())
