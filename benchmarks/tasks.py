@@ -18,7 +18,6 @@ from verl_opsd.cooperbench.dataset import POCKET_DIR, discover, load_subset
 from verl_opsd.cooperbench.feature_table import load_table
 from verl_opsd.cooperbench.prepare import is_prepared, load_prepared
 from verl_opsd.cooperbench.qualification import gold_merge
-from verl_opsd.cooperbench.recipes import near_benchmark
 from verl_opsd.paths import cache_dir
 
 
@@ -27,15 +26,16 @@ def features(datasets: list[Path]) -> str:
     lines = ["| task | features | qualified | tests with gold, fewest to most | seconds a feature, slowest | base tree |"]
     lines.append("|---|---|---|---|---|---|")
     for task in (t for folder in datasets for t in discover(folder)):
-        table = None
+        prepared, table = None, None
         if is_prepared(cache_dir(), task.repo, task.task_id):
-            table = load_table(load_prepared(cache_dir(), task.repo, task.task_id))
-        if table is None or set(table.rows) != set(task.features):
+            prepared = load_prepared(cache_dir(), task.repo, task.task_id)
+            table = load_table(prepared)
+        if prepared is None or table is None or set(table.rows) != set(task.features):
             print(f"{task.repo}/task{task.task_id}: not measured, left out", file=sys.stderr)
             continue
         rows = list(table.rows.values())
         tests = [r.gold_tests for r in rows]
-        base = near_benchmark(task.repo, task.task_id) or "its own"
+        base = prepared.near_benchmark or "its own"
         lines.append(
             f"| {task.repo}/task{task.task_id} | {len(rows)} | {len(table.qualified)} of {len(rows)} "
             f"| {min(tests)} to {max(tests)} | {max(r.seconds for r in rows):.1f} | {base} |"

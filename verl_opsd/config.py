@@ -24,16 +24,20 @@ class TasksConfig:
     Attributes:
         dataset: ``pocket`` (ships with the package) or a folder in CooperBench's layout.
         train, eval: names or paths of subsets.
+        test: the locked test split, which no run trains or evaluates on; null: there is none.
+        look: why this run may evaluate on the locked split; recorded in its evidence. null: it may not.
         prepare: prepare and qualify missing tasks before the run; only for ``pocket``, where it takes seconds.
-        disjoint: what training and evaluation must not share: ``repo`` or ``task``.
+        disjoint: what no two of the three splits may share: ``repo``, ``task`` or ``feature``.
         max_train, max_eval: the first pairs of a subset only; null takes all.
     """
 
     dataset: str
     train: str
     eval: str
+    test: str | None = None
+    look: str | None = None
     prepare: bool = False
-    disjoint: Literal["repo", "task"] = "repo"
+    disjoint: Literal["repo", "task", "feature"] = "repo"
     max_train: int | None = None
     max_eval: int | None = None
 
@@ -369,6 +373,12 @@ def _contradictions(c: OpsdConfig) -> None:
             f"opsd.brief.too_long={c.brief.too_long} window_context={context} max_view_tokens={limit}",
             "too_long=window, and nothing else, needs window_context: tokens from 0 up to less than a view may have",
             "set both keys, e.g. window_context to a quarter of max_view_tokens, or leave both out",
+        )
+    if c.tasks.look is not None and (c.tasks.test is None or len(c.tasks.look.split()) < 3):
+        refuse(
+            f"opsd.tasks.look={c.tasks.look!r} with opsd.tasks.test={c.tasks.test}",
+            "a look at the locked test split is recorded with its reason",
+            "name the split in opsd.tasks.test, and give the reason in a few words",
         )
     if c.worth.override is not None and len(c.worth.override.split()) < 3:
         refuse(f"opsd.worth.override={c.worth.override!r}", "an override is recorded with its reason", "give it in a few words")

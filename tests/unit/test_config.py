@@ -120,6 +120,8 @@ def test_wrong_type_or_choice_is_named(path, value):
         {"brief.too_long": "window", "brief.window_context": 100, "brief.max_view_tokens": 100},
         {"brief.too_long": "window", "brief.window_context": -1, "brief.max_view_tokens": 100},
         {"tasks.max_train": 0},
+        {"tasks.look": "the final table"},
+        {"tasks.test": "pocket_test", "tasks.look": "final"},
         {"tasks.max_eval": -1},
         {"brief.max_view_tokens": 0},
         {"gates.identity_max": -1e-9},

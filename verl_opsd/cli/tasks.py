@@ -1,4 +1,4 @@
-"""``opsd tasks list|prepare|qualify``: lists tasks, makes them ready, measures which features give reward."""
+"""``opsd tasks list|show|prepare|qualify|collisions|exclude|import``: what tasks there are, what is known of them, making them ready."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from verl_opsd.cli import task_views
 from verl_opsd.errors import OpsdError
 
 if TYPE_CHECKING:
@@ -40,31 +41,34 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             command.add_argument("--backend", default="bubblewrap", help="sandbox")
             command.add_argument("--timeout", type=float, default=120.0, help="limit of one test run, seconds")
             command.add_argument("--allow-unsafe", action="store_true", help="permit a sandbox that does not isolate")
+    task_views.add_parsers(commands)
 
 
 def list_tasks(args: argparse.Namespace, console: Console | None = None) -> int:
     """Prints tasks, features, subsets, and whether each task is prepared and which features are qualified here."""
+    from verl_opsd.cooperbench.exclusions import excluded
     from verl_opsd.cooperbench.feature_table import load_table
     from verl_opsd.cooperbench.prepare import is_prepared, load_prepared
-    from verl_opsd.cooperbench.recipes import near_benchmark
 
     table = Table("task", "features", "prepared", "qualified features", "note")
     for task in _selected(args):
-        measured = None
-        prepared = is_prepared(_cache(args), task.repo, task.task_id)
-        if prepared:
-            measured = load_table(load_prepared(_cache(args), task.repo, task.task_id))
+        prepared = None
+        if is_prepared(_cache(args), task.repo, task.task_id):
+            prepared = load_prepared(_cache(args), task.repo, task.task_id)
+        measured = load_table(prepared) if prepared else None
         table.add_row(
             f"{task.repo}/task{task.task_id}",
             _ids(task.features),
             "yes" if prepared else "no",
             "not measured" if measured is None else _ids(measured.qualified),
-            near_benchmark(task.repo, task.task_id),
+            prepared.near_benchmark if prepared else "",
         )
     console = console or Console()
     console.print(table)
     subsets = sorted(path.stem for path in (_dataset(args) / "subsets").glob("*.json"))
     console.print(f"subsets: {', '.join(subsets) or 'none'}")
+    for key, reason in excluded(_dataset(args)).items():
+        console.print(f"excluded: {key}: {reason}")
     return 0
 
 

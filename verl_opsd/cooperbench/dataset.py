@@ -18,6 +18,9 @@ from verl_opsd.errors import OpsdError
 #: The tasks that ship with this package.
 POCKET_DIR = Path(__file__).parent / "pocket"
 
+#: Subsets of CooperBench's own data set that ship with this package; a data set's own file of the same name comes first.
+SUBSETS_DIR = Path(__file__).parent / "subsets"
+
 #: What a byte-compiling installer or an editor leaves beside the files of a tree.
 IGNORED_NAMES = ("__pycache__", ".git")
 
@@ -70,20 +73,21 @@ def load_subset(name_or_path: str | Path, dataset_dir: Path = POCKET_DIR, *, spl
     """Pairs of a subset, in its order; a task without ``pairs`` gives every pair of its features.
 
     Args:
-        name_or_path: name of a file in ``<dataset_dir>/subsets`` without ``.json``, a path that ends in ``.json``, or pairs by
-            their keys, separated by commas: ``repo/task7/f1_f2,repo/task7/f1_f3``.
+        name_or_path: name of a file in ``<dataset_dir>/subsets`` (or of :data:`SUBSETS_DIR`) without ``.json``, a path that ends
+            in ``.json``, or pairs by their keys, separated by commas: ``repo/task7/f1_f2,repo/task7/f1_f3``.
         split: stored in each pair.
 
     Raises:
-        OpsdError: unknown subset (the known ones are listed), malformed file, a task or feature that the dataset lacks, or
-            the same pair twice.
+        OpsdError: unknown subset (the known ones are listed), malformed file, a task or feature that the dataset lacks or that is
+            excluded, or the same pair twice. Where a task's pairs are not named, those of excluded features are left out.
     """
-    from verl_opsd.cooperbench.recipes import near_benchmark
+    from verl_opsd.cooperbench.exclusions import excluded, reason_against
 
     dataset_dir = Path(dataset_dir)
     where, wanted = _entries(str(name_or_path), dataset_dir)
     known_tasks = {(task.repo, task.task_id): task for task in discover(dataset_dir)}
     pairs: list[PairTask] = []
+    gone = excluded(dataset_dir)
     for repo, task_id, listed in wanted:
         task = known_tasks.get((repo, task_id))
         if task is None:
@@ -100,7 +104,15 @@ def load_subset(name_or_path: str | Path, dataset_dir: Path = POCKET_DIR, *, spl
                     f"a pair is two different features out of {list(task.features)}",
                     "correct the subset",
                 )
-            pairs.append(PairTask(dataset_dir, repo, task_id, (a, b), split, near_benchmark(repo, task_id)))
+            if reason := reason_against(gone, repo, task_id, (a, b)):
+                if listed is None:
+                    continue
+                raise OpsdError(
+                    f"subset {where}: {repo}/task{task_id} pair {[a, b]}",
+                    f"excluded: {reason}",
+                    "take the pair out of the subset",
+                )
+            pairs.append(PairTask(dataset_dir, repo, task_id, (a, b), split))
     keys = [pair.key for pair in pairs]
     if len(set(keys)) != len(keys):
         twice = sorted({key for key in keys if keys.count(key) > 1})
@@ -113,9 +125,9 @@ def _entries(name: str, dataset_dir: Path) -> tuple[str, list[tuple[str, int, li
     keys = [_PAIR_KEY.fullmatch(part.strip()) for part in name.split(",")]
     if all(keys):
         return name, [(k["repo"], int(k["task"]), [[int(k["a"]), int(k["b"])]]) for k in keys if k is not None]
-    path = Path(name) if name.endswith(".json") else dataset_dir / "subsets" / f"{name}.json"
+    path = subset_file(name, dataset_dir)
     if not path.is_file():
-        known = sorted(p.stem for p in (dataset_dir / "subsets").glob("*.json"))
+        known = sorted(p.stem for p in [*(dataset_dir / "subsets").glob("*.json"), *SUBSETS_DIR.glob("*.json")])
         raise OpsdError(
             f"subset {name}: {path} does not exist",
             f"known subsets of {dataset_dir}: {', '.join(known) or 'none'}",
@@ -131,6 +143,14 @@ def _entries(name: str, dataset_dir: Path) -> tuple[str, list[tuple[str, int, li
         ) from e
 
 
+def subset_file(name: str, dataset_dir: Path) -> Path:
+    """The file behind a subset's name or path; it need not exist."""
+    if name.endswith(".json"):
+        return Path(name)
+    own, shipped = (folder / f"{name}.json" for folder in (dataset_dir / "subsets", SUBSETS_DIR))
+    return shipped if shipped.is_file() and not own.is_file() else own
+
+
 def subset_hash(pairs: Iterable[PairTask]) -> str:
     """SHA-256 (hex) over the pairs' keys and splits, whatever their order."""
     lines = sorted(f"{pair.split}\0{pair.key}\n" for pair in pairs)
@@ -138,24 +158,32 @@ def subset_hash(pairs: Iterable[PairTask]) -> str:
 
 
 def assert_disjoint(
-    train: Iterable[PairTask], evaluation: Iterable[PairTask], *, level: Literal["task", "repo"] = "repo"
+    first: Iterable[PairTask],
+    second: Iterable[PairTask],
+    *,
+    level: Literal["feature", "task", "repo"] = "repo",
+    what: tuple[str, str] = ("training", "evaluation"),
 ) -> None:
-    """Refuses sets that share a task (``level="task"``) or a repository (``level="repo"``).
+    """Refuses sets that share a feature, a task or a repository. ``what`` names the two.
 
     Raises:
         OpsdError: naming everything that both hold.
     """
-    if level not in ("task", "repo"):
-        raise OpsdError(f"level {level!r}", "level is 'task' or 'repo'", "give one of the two")
 
     def names(pairs: Iterable[PairTask]) -> set[str]:
-        return {pair.repo if level == "repo" else f"{pair.repo}/task{pair.task_id}" for pair in pairs}
+        if level == "repo":
+            return {pair.repo for pair in pairs}
+        if level == "task":
+            return {f"{pair.repo}/task{pair.task_id}" for pair in pairs}
+        return {f"{pair.repo}/task{pair.task_id}/f{feature}" for pair in pairs for feature in pair.features}
 
-    shared = sorted(names(train) & names(evaluation))
+    if level not in ("feature", "task", "repo"):
+        raise OpsdError(f"level {level!r}", "level is 'feature', 'task' or 'repo'", "give one of the three")
+    shared = sorted(names(first) & names(second))
     if shared:
         raise OpsdError(
-            f"training and evaluation share {', '.join(shared)}",
-            f"no {level} may be in both sets: a model that trained on it is not evaluated by it",
+            f"{what[0]} and {what[1]} share {', '.join(shared)}",
+            f"no {level} may be in both sets: what a model has seen in one says nothing in the other",
             "take the shared ones out of one of the two subsets",
         )
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -32,7 +33,7 @@ from verl_opsd.paths import cache_dir as default_cache
 #: Where the tree lies in every sandbox.
 REPO_INSIDE = "/workspace/repo"
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def prepare(task_dir: Path, source: str | None = None, cache_dir: Path | None = None) -> PreparedTask:
@@ -84,6 +85,8 @@ def load_prepared(cache_dir: Path, repo: str, task_id: int) -> PreparedTask:
         )
     folder = home / (home / "current").read_text().strip()
     data = json.loads((folder / "prepared.json").read_text())
+    if "near_benchmark" not in data:
+        raise OpsdError(f"{folder} was prepared by an earlier version", "a tree says what it was made of", way_out)
     python_prefix = Path(data["python_prefix"])
     if not (python_prefix / "complete").is_file():
         raise OpsdError(f"{python_prefix} is gone", f"{folder} needs this environment", f"delete {folder}, then {way_out}")
@@ -98,6 +101,7 @@ def load_prepared(cache_dir: Path, repo: str, task_id: int) -> PreparedTask:
         ro_binds=tuple(binds),
         env=data["env"],
         tree_hash=data["tree_hash"],
+        near_benchmark=data["near_benchmark"],
     )
 
 
@@ -120,6 +124,27 @@ def _source(task_dir: Path, given: str | None, recipe: Recipe) -> Source:
         "a task has a base/ folder, a recipe, or a source given by hand",
         "give --source pypi:NAME==VERSION, clone:PATH@COMMIT or git+URL@COMMIT",
     )
+
+
+#: How a task's own Dockerfile checks its base commit out.
+_CHECKOUT = re.compile(r"git (?:checkout|reset --hard)\s+([0-9a-f]{40})\b")
+
+
+def near_benchmark(task_dir: Path, source: Source, recipe: Recipe) -> str:
+    """Why a score on a tree from ``source`` is not a score of the benchmark that the task belongs to; empty where it is one: the
+    tree is the benchmark's commit, without anything added, or the task brings its own tree along."""
+    own = task_dir / "base"
+    if source.kind == "tree" and own.is_dir() and Path(source.location).resolve() == own.resolve():
+        return ""
+    dockerfile = task_dir / "Dockerfile"
+    told = _CHECKOUT.search(dockerfile.read_text()) if dockerfile.is_file() else None
+    commit = recipe.commit or (told[1] if told else "")
+    if commit and source.kind in ("git", "clone") and source.revision == commit and not recipe.tree_files:
+        return ""
+    made = f"the release {source.location} {source.revision}" if source.kind == "pypi" else str(source)
+    added = f" with files of {', '.join(files.wheel for files in recipe.tree_files)}" if recipe.tree_files else ""
+    wanted = f"commit {commit}" if commit else "known to be the benchmark's commit"
+    return f"base is {made}{added}, not {wanted}: not a CooperBench score"
 
 
 def _inputs_hash(task_dir: Path, source: Source, recipe: Recipe) -> str:
@@ -177,6 +202,7 @@ def _build(folder: Path, task_dir: Path, source: Source, recipe: Recipe, python_
         "env": {"PATH": path, "PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1", **recipe.env},
         "ro_files": ro_files,
         "tree_hash": content,
+        "near_benchmark": near_benchmark(task_dir, source, recipe),
     }
     (folder / "prepared.json").write_text(json.dumps(data, indent=1))
     _make_readable(folder)

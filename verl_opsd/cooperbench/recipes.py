@@ -37,7 +37,7 @@ class Recipe:
         tree_files: built files that the base tree needs, committed with it.
         ro_files: data files, read-only in the sandbox.
         env: further environment of commands and tests.
-        near_benchmark: why a score on this tree is not a CooperBench score; empty where it claims nothing.
+        commit: the benchmark's own base commit, 40 digits; empty where it is not known.
     """
 
     source: str = ""
@@ -46,7 +46,7 @@ class Recipe:
     tree_files: tuple[WheelFiles, ...] = ()
     ro_files: tuple[WheelFiles, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
-    near_benchmark: str = ""
+    commit: str = ""
 
 
 @cache
@@ -60,7 +60,7 @@ def _recipes() -> dict[str, Recipe]:
             tree_files=tuple(WheelFiles(**files) for files in entry.get("tree_files", [])),
             ro_files=tuple(WheelFiles(**files) for files in entry.get("ro_files", [])),
             env=entry.get("env", {}),
-            near_benchmark=entry["near_benchmark"],
+            commit=entry["commit"],
         )
         for name, entry in entries.items()
     }
@@ -69,11 +69,6 @@ def _recipes() -> dict[str, Recipe]:
 def recipe_for(repo: str, task_id: int) -> Recipe:
     """The recipe of a task, or the plain one of a task that brings its own base tree and runner."""
     return _recipes().get(f"{repo}/task{task_id}", Recipe())
-
-
-def near_benchmark(repo: str, task_id: int) -> str:
-    """Why a score on this task's tree is not a CooperBench score; empty for tasks that are what they claim to be."""
-    return recipe_for(repo, task_id).near_benchmark
 
 
 def render_runner(test_command: str) -> str:

@@ -11,18 +11,13 @@ from verl_opsd.tokens.records import AgentOutcome
 
 @dataclass(frozen=True)
 class PairTask:
-    """Two features of one task. ``features`` are sorted; agent1 gets the first.
-
-    ``near_benchmark``: empty for tasks that are what they claim to be; otherwise the reason why a score on this tree is not
-    a CooperBench score (stamped on every episode and report).
-    """
+    """Two features of one task. ``features`` are sorted; agent1 gets the first."""
 
     dataset_dir: Path
     repo: str
     task_id: int
     features: tuple[int, int]
     split: str = "train"
-    near_benchmark: str = ""
 
     @property
     def key(self) -> str:
@@ -52,6 +47,8 @@ class PreparedTask:
         ro_binds: further read-only (host path, path inside) pairs.
         env: environment of commands and tests (PYTHONPATH, ...).
         tree_hash: SHA-256 over the base tree and the task's files.
+        near_benchmark: empty for a tree that is what its task claims; otherwise why a score on it is not a CooperBench score
+            (stamped on every episode and report).
     """
 
     repo: str
@@ -63,6 +60,7 @@ class PreparedTask:
     ro_binds: tuple[tuple[Path, str], ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     tree_hash: str = ""
+    near_benchmark: str = ""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def read_branches(run: RunDir, dataset: str, tokenizer: Any, episodes: int | Non
         if e.split != "train" or not e.scored or (episodes is not None and seen == episodes):
             continue
         seen += 1
-        pair = PairTask(root, e.repo, e.task_id, e.features, e.split, e.near_benchmark)
+        pair = PairTask(root, e.repo, e.task_id, e.features, e.split)
         patches = {a.agent_id: a.patch for a in e.agents}
         for agent in sorted({t.agent_id for t in e.turns}):
             turns = [t for t in e.turns if t.agent_id == agent]

@@ -224,8 +224,8 @@ class OpsdPairLoop(AgentLoopBase):
         )
         sessions = {f"agent{i}": gateway.session(episode_id, f"agent{i}") for i in (1, 2)}
         started, fault, grade, done = time.time(), None, None, None
+        prepared = load_prepared(cache_dir(), pair.repo, pair.task_id)
         try:
-            prepared = load_prepared(cache_dir(), pair.repo, pair.task_id)
             done = await run_pair(
                 pair,
                 prepared,
@@ -252,7 +252,7 @@ class OpsdPairLoop(AgentLoopBase):
             )
         except InfraFault as e:
             fault = e
-        return _record(rt, pair, episode_id, sessions, done, grade, fault, started), fault
+        return _record(rt, pair, prepared.near_benchmark, episode_id, sessions, done, grade, fault, started), fault
 
 
 def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenizer: Any) -> list[AgentLoopOutput]:
@@ -343,6 +343,7 @@ def _extra(version: tuple[int, int], reward_info: dict[str, Any]) -> dict[str, A
 def _record(
     rt: Runtime,
     pair: PairTask,
+    near_benchmark: str,
     episode_id: str,
     sessions: dict[str, Any],
     done: PairRun | None,
@@ -364,7 +365,7 @@ def _record(
         grade=grade,
         brief_kinds=dict.fromkeys(sessions, "none"),
         model_version=max((t.model_version for t in turns), default=-1),
-        near_benchmark=pair.near_benchmark,
+        near_benchmark=near_benchmark,
         t_start=started,
         t_end=time.time(),
         messages={} if done is None else done.messages,

@@ -82,9 +82,7 @@ def pair_of(opsd: OpsdConfig, episode: Episode) -> PairTask:
     """
     from verl_opsd.verl_adapter.launch import dataset_path
 
-    pair = PairTask(
-        dataset_path(opsd.tasks.dataset), episode.repo, episode.task_id, episode.features, episode.split, episode.near_benchmark
-    )
+    pair = PairTask(dataset_path(opsd.tasks.dataset), episode.repo, episode.task_id, episode.features, episode.split)
     missing = [f for f in pair.features if not (pair.task_dir / f"feature{f}" / "feature.md").is_file()]
     if missing:
         raise OpsdError(

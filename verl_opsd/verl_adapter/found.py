@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_opsd.config import OpsdConfig
 from verl_opsd.contract import EvalContract
+from verl_opsd.cooperbench.dataset import subset_hash, tree_hash
 from verl_opsd.cooperbench.types import PairTask
-from verl_opsd.rundir import RunDir
+from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
 
 #: Keys of verl's rollout section that decide how a model is served; capacity alone (memory share, logging) is not among them.
@@ -34,7 +36,6 @@ def freeze_contract(
     """The contract of this run: the configured fields plus what was found."""
     from transformers import AutoTokenizer
 
-    from verl_opsd.cooperbench.dataset import subset_hash, tree_hash
     from verl_opsd.cooperbench.identity import harness_identity, identity_string
     from verl_opsd.cooperbench.sandbox import traits
     from verl_opsd.teachers.cache import tokenizer_hash
@@ -97,3 +98,24 @@ def check_siblings(run: RunDir, contract: EvalContract, varies: str | None) -> N
     for folder in sorted(run.path.parent.iterdir()):
         if folder != run.path and (folder / "contract.json").is_file():
             contract.require_same(RunDir(folder).contract(), f"job {folder.name} of the sweep {run.path.parent}", varies)
+
+
+def record_tasks(run: RunDir, opsd: OpsdConfig, train: list[PairTask], evaluation: list[PairTask]) -> None:
+    """Writes ``tasks.json`` (pairs by split, the folders of their tasks), and a look at the locked split into the evidence."""
+    folders = sorted({str(p.task_dir) for p in train + evaluation})
+    splits = {"train": [p.key for p in train], "eval": [p.key for p in evaluation]}
+    write_json(run.path / "tasks.json", {**splits, "locked": opsd.tasks.test, "look": opsd.tasks.look, "folders": folders})
+    if opsd.tasks.look is not None:
+        run.evidence("locked_look", subset_hash(evaluation), None, None, f"{opsd.tasks.test}: {opsd.tasks.look}")
+
+
+def check_tasks_unchanged(run: RunDir) -> None:
+    """The task files are those that the run began with.
+
+    Raises:
+        OpsdError: a file was changed, added or taken away.
+    """
+    folders = [Path(f) for f in json.loads((run.path / "tasks.json").read_text())["folders"]]
+    before, after = run.contract().dataset_hash, tree_hash(folders)
+    way_out = "restore the data set, and find out what wrote to it: grades before and after are of two data sets"
+    run.require("tasks_unchanged", after, before, after == before, way_out, f"{len(folders)} task folders")

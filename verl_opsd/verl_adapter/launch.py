@@ -24,7 +24,7 @@ from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.verl_adapter.brief_checks import check_briefs, check_worth, record_briefs, record_worth
 from verl_opsd.verl_adapter.contradictions import check_rounds, check_verl_keys, check_with_verl, data_file
-from verl_opsd.verl_adapter.found import check_siblings, freeze_contract
+from verl_opsd.verl_adapter.found import check_siblings, freeze_contract, record_tasks
 from verl_opsd.verl_adapter.keys import check_keys
 from verl_opsd.verl_adapter.requirements import (
     check_chat,
@@ -79,6 +79,17 @@ def load_pairs(opsd: OpsdConfig) -> tuple[list[PairTask], list[PairTask]]:
     root = dataset_path(opsd.tasks.dataset)
     train, evaluation = load_subset(opsd.tasks.train, root, split="train"), load_subset(opsd.tasks.eval, root, split="eval")
     assert_disjoint(train, evaluation, level=opsd.tasks.disjoint)
+    if opsd.tasks.test is not None:
+        locked = load_subset(opsd.tasks.test, root, split="test")
+        assert_disjoint(train, locked, level=opsd.tasks.disjoint, what=("training", "the locked test split"))
+        if opsd.tasks.look is None:
+            assert_disjoint(evaluation, locked, level=opsd.tasks.disjoint, what=("evaluation", "the locked test split"))
+        elif not {p.key for p in evaluation} & {p.key for p in locked}:
+            raise OpsdError(
+                f"opsd.tasks.look={opsd.tasks.look!r}, and opsd.tasks.eval={opsd.tasks.eval} holds no pair of {opsd.tasks.test}",
+                "a look at the locked test split evaluates on it",
+                f"set opsd.tasks.eval={opsd.tasks.test}, or leave opsd.tasks.look out",
+            )
     train, evaluation = train[: opsd.tasks.max_train], evaluation[: opsd.tasks.max_eval]
     if not train or not evaluation:
         raise OpsdError(
@@ -215,6 +226,7 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     write_data(run, train, "train", batch=config.data.train_batch_size)
     write_data(run, evaluation, "val")
     write_json(run.path / "contract.json", contract.as_dict())
+    record_tasks(run, opsd, train, evaluation)
     record_briefs(run, opsd, briefs)
     if worth is not None:
         record_worth(run, *worth)

@@ -39,6 +39,7 @@ from verl_opsd.teachers.cache import SignalCache
 from verl_opsd.tokens.rows import FIELDS, padding_fields
 from verl_opsd.tokens.store import EpisodeStore
 from verl_opsd.verl_adapter import corpus, guards, teacher
+from verl_opsd.verl_adapter.found import check_tasks_unchanged
 from verl_opsd.verl_adapter.loss import ON_STUDENT, OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged, own_passes, rows_of, view_passes
 from verl_opsd.verl_adapter.reduce import update_groups, with_coefficients, with_rewards
@@ -175,6 +176,7 @@ class OpsdTrainer(PPOTrainerSync):
         super().fit(agent_loop_manager)
         if self.config.trainer.save_freq <= 0 and not self.config.trainer.val_only:
             self._export_adapter(self.total_training_steps)
+        check_tasks_unchanged(self.run_dir)
         write_report(self.run_dir, self.opsd)
 
     def _load_checkpoint(self) -> None:

@@ -172,6 +172,35 @@ def subset(folder: Path, name: str, repo: str, task_id: int, pairs: list[list[in
     return path
 
 
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("opsd.tasks.test=pocket_train", "training and the locked test split share pocket_ledger_task"),
+        ("opsd.tasks.test=pocket_eval", "evaluation and the locked test split share pocket_inifile_task"),
+        ("opsd.tasks.look='the final table'", "pocket_eval holds no pair of pocket_test"),
+    ],
+)
+def test_the_locked_split_is_neither_trained_nor_evaluated_on(refused, override, named):
+    assert named in refused(override)
+
+
+def test_a_look_at_the_locked_split_is_on_record(compose, tmp_path):
+    from verl_opsd.rundir import RunDir
+    from verl_opsd.verl_adapter.launch import prepare_run
+
+    run = RunDir(tmp_path / "run")
+    look = [
+        "opsd.tasks.eval=pocket_test",
+        "opsd.tasks.look='the final table'",
+        "opsd.tasks.max_train=1",
+        "opsd.tasks.max_eval=1",
+    ]
+    prepare_run(compose("+recipe=opd", *look), run)
+    (line,) = [g for g in map(json.loads, (run.path / "evidence.jsonl").read_text().splitlines()) if g["gate"] == "locked_look"]
+    assert line["detail"] == "pocket_test: the final table" and line["verdict"] == "recorded"
+    assert json.loads((run.path / "tasks.json").read_text())["eval"] == ["pocket_spans_task/task3/f1_f2"]
+
+
 def test_unknown_subset_names_the_known_ones(refused):
     text = refused("opsd.tasks.train=pocket_trian")
     assert "pocket_trian" in text and "pocket_train" in text and "pocket_eval" in text
@@ -224,7 +253,8 @@ def test_task_whose_base_passes_already(refused, tmp_path, monkeypatch):
     monkeypatch.setenv("OPSD_CACHE", str(tmp_path / "cache"))
     train, evaluation = (subset(tmp_path, n, *t, [[1, 2]]) for n, t in (("t", TRAIN), ("e", EVAL)))
     text = refused(
-        f"opsd.tasks.dataset={data}", f"opsd.tasks.train={train}", f"opsd.tasks.eval={evaluation}", "opsd.tasks.prepare=true"
+        *(f"opsd.tasks.dataset={data}", f"opsd.tasks.train={train}", f"opsd.tasks.eval={evaluation}"),
+        *("opsd.tasks.test=null", "opsd.tasks.prepare=true"),
     )
     assert f"{EVAL[0]}/task0 feature 1: " in text and f"{EVAL[0]}/task0 feature 2: " not in text and TRAIN[0] not in text
 

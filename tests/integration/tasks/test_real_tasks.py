@@ -19,7 +19,6 @@ from verl_opsd.cooperbench.feature_table import FeatureTable
 from verl_opsd.cooperbench.grading import grade_pair
 from verl_opsd.cooperbench.prepare import prepare
 from verl_opsd.cooperbench.qualification import gold_merge, qualify
-from verl_opsd.cooperbench.recipes import near_benchmark
 from verl_opsd.cooperbench.types import PairTask, PreparedTask
 
 DATASET = Path(os.environ.get("OPSD_REAL_TASKS") or Path(__file__).parents[4] / "shared" / "data" / "cooperbench")
@@ -50,12 +49,12 @@ def pair_of(task_dir: Path, features: list[int]) -> PairTask:
 
 
 def test_qualification_is_what_was_seen_before(real: tuple[Path, PreparedTask, FeatureTable, dict[str, Any]]) -> None:
-    task_dir, _, table, seen = real
+    task_dir, prepared, table, seen = real
     print(f"{task_dir.parent.name}: {sum(row.seconds for row in table.rows.values()):.0f} s for all gold and base runs")
     assert list(table.qualified) == seen["usable_features"]
     assert {str(f): row.gold_tests for f, row in table.rows.items()} == seen["gold_tests_passed"]
     assert [f for f, row in table.rows.items() if row.base_passes] == seen["base_passing_features"]
-    assert "not a CooperBench score" in near_benchmark(table.repo, table.task_id)
+    assert f"not commit {seen['base_commit']}: not a CooperBench score" in prepared.near_benchmark
 
 
 def test_gold_pairs_merge_as_the_data_set_reports(

@@ -80,4 +80,5 @@ def test_the_wheel_carries_the_tasks(tmp_path: Path) -> None:
     assert len(expected) > 50
     assert shipped == expected
     with zipfile.ZipFile(wheel) as archive:
-        assert {"verl_opsd/cooperbench/recipes.json", "verl_opsd/cooperbench/runner_template.sh"} <= set(archive.namelist())
+        names = ("recipes.json", "runner_template.sh", "subsets/flash.json", "subsets/lite.json", "subsets/flash_10.json")
+        assert {f"verl_opsd/cooperbench/{name}" for name in names} <= set(archive.namelist())

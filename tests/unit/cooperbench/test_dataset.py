@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import replace
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from verl_opsd.cooperbench.dataset import POCKET_DIR, assert_disjoint, discover, load_subset, subset_hash, tree_hash
+from verl_opsd.cooperbench.base_tree import Source
+from verl_opsd.cooperbench.dataset import assert_disjoint, discover, load_subset, subset_file, subset_hash, tree_hash
+from verl_opsd.cooperbench.prepare import near_benchmark
+from verl_opsd.cooperbench.recipes import Recipe, WheelFiles, recipe_for
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
 
@@ -90,13 +94,73 @@ def test_disjoint_by_task_and_by_repository() -> None:
     assert_disjoint(train, [pair("c", 0)])
 
 
-def test_a_recipe_stamps_pairs_that_are_not_the_benchmark(tmp_path: Path) -> None:
-    for feature in (1, 8):
-        (tmp_path / f"pallets_click_task/task2956/feature{feature}").mkdir(parents=True)
-    path = tmp_path / "one.json"
-    path.write_text(json.dumps({"tasks": [{"repo": "pallets_click_task", "task_id": 2956}]}))
-    assert "not a CooperBench score" in load_subset(path, tmp_path)[0].near_benchmark
-    assert {p.near_benchmark for p in load_subset("pocket_train", POCKET_DIR)} == {""}
+def test_disjoint_by_feature() -> None:
+    one, other = [pair("a", 0, (1, 2)), pair("b", 0)], [pair("a", 0, (3, 4)), pair("c", 0)]
+    assert_disjoint(one, other, level="feature")
+    with pytest.raises(OpsdError, match="corpus and test share a/task0/f2\n"):
+        assert_disjoint(one, [pair("a", 0, (2, 3))], level="feature", what=("corpus", "test"))
+    with pytest.raises(OpsdError, match="level 'pair'"):
+        assert_disjoint(one, other, level="pair")  # type: ignore[arg-type]
+
+
+CLICK = "5c1239b0116b66492cdd0848144ab3c78a04495a"
+
+
+@pytest.mark.parametrize(
+    ("source", "stamp"),
+    [
+        (f"git+https://example.org/click@{CLICK}", ""),
+        (f"clone:click@{CLICK}", ""),
+        (f"clone:click@{'0' * 40}", f"base is clone:click@{'0' * 40}, not commit {CLICK}: not a CooperBench score"),
+        ("pypi:click==8.2.1", f"base is the release click 8.2.1, not commit {CLICK}: not a CooperBench score"),
+        ("tree:somewhere", f"base is tree:somewhere, not commit {CLICK}: not a CooperBench score"),
+    ],
+)
+def test_the_stamp_comes_from_the_tree_that_was_prepared(tmp_path: Path, source: str, stamp: str) -> None:
+    recipe = recipe_for("pallets_click_task", 2956)
+    assert near_benchmark(tmp_path, Source.parse(source), recipe) == stamp
+
+
+def test_the_stamp_of_a_task_without_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    own, commit = Source("tree", str(tmp_path / "base")), "a" * 40
+    assert near_benchmark(tmp_path, own, Recipe()) == ""
+    clone = Source.parse(f"clone:x@{commit}")
+    assert near_benchmark(tmp_path, clone, Recipe()).endswith("not known to be the benchmark's commit: not a CooperBench score")
+    (tmp_path / "Dockerfile").write_text(f"RUN git clone x /workspace/repo && cd repo && git checkout {commit}\n")
+    assert near_benchmark(tmp_path, clone, Recipe()) == ""
+    added = Recipe(tree_files=(WheelFiles("x==1", "*.so", "x"),))
+    assert "with files of x==1" in near_benchmark(tmp_path, clone, added)
+
+
+#: Of the files as CooperBench ships them, and of our own list.
+SHIPPED = {
+    "flash": ("a65fe34a380bf9834022c08cb2ae267757ad512d175a41274acc46e13d2fe983", 20, 50),
+    "lite": ("500751aecec2dd4ed54f48e944f41e15af2f10192966e724c15d0146864c9746", 26, 100),
+    "flash_10": ("38ff94c4ff93dc1e5b1dd9918c985655c31dd9f18db55e2e2913e79707e84516", 10, 10),
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_subsets(name: str, tmp_path: Path) -> None:
+    digest, tasks, pairs = SHIPPED[name]
+    path = subset_file(name, tmp_path)
+    entries = json.loads(path.read_text())["tasks"]
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
+    assert (len(entries), sum(len(e["pairs"]) for e in entries)) == (tasks, pairs)
+    (tmp_path / "subsets").mkdir()
+    own = tmp_path / "subsets" / f"{name}.json"
+    own.write_text("{}")
+    assert subset_file(name, tmp_path) == own  # a data set's own file comes first
+
+
+def test_flash_10_is_of_flash_and_marks_what_was_guessed(tmp_path: Path) -> None:
+    flash, ten = (json.loads(subset_file(n, tmp_path).read_text())["tasks"] for n in ("flash", "flash_10"))
+    known = {(e["repo"], e["task_id"]): e["pairs"] for e in flash}
+    for entry in ten:
+        pairs = known[entry["repo"], entry["task_id"]]
+        assert entry["pairs"][0] in pairs and entry["guessed"] is (len(pairs) > 1) and entry["why"]
+    assert {e["task_id"] for e in ten} == {1655, 2800, 1621, 6554, 6252, 0, 8394, 1559, 290, 26}
 
 
 def test_subset_hash_depends_on_keys_and_splits_and_not_on_the_order() -> None:
