@@ -97,10 +97,11 @@ class OpsdCallback(Callback):
             os.environ["TMPDIR"] = self._tmpdir
         if self._reaper is None or self._reaper.stdin is None:
             return
+        folder = os.environ.pop("OPSD_TMP")
         if not started:
             self._reaper.kill()
             self._reaper.wait()
-            shutil.rmtree(os.environ["OPSD_TMP"])
+            shutil.rmtree(folder)
         self._reaper.stdin.close()
         self._reaper = None
 

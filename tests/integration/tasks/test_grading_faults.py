@@ -347,6 +347,16 @@ def test_the_packages_own_backends_stay_reachable() -> None:
     assert grading._package().get_backend._backends == {}
 
 
+def test_grading_happens_in_the_runs_own_temporary_directory(
+    pair: PairTask, task: PreparedTask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is removed however the run ends, also by kill -9."""
+    monkeypatch.setenv("OPSD_TMP", str(tmp_path))
+    with grading_sandbox(task, pair.dataset_dir, {}, backend="process", allow_unsafe=True, timeout_s=30):
+        assert [p.name.startswith("opsd-grade-") for p in tmp_path.iterdir()] == [True]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nothing_is_left_behind(pair: PairTask, task: PreparedTask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     grade_pair(pair, task, gold(pair, 1), gold(pair, 2))
