@@ -25,6 +25,7 @@ from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.verl_adapter.brief_checks import check_briefs, check_worth, record_briefs, record_worth
 from verl_opsd.verl_adapter.contradictions import check_rounds, check_verl_keys, check_with_verl, data_file
 from verl_opsd.verl_adapter.found import check_siblings, freeze_contract, record_tasks
+from verl_opsd.verl_adapter.ignored import check_ignored
 from verl_opsd.verl_adapter.keys import check_keys
 from verl_opsd.verl_adapter.requirements import (
     check_chat,
@@ -57,6 +58,7 @@ def parse(config: DictConfig) -> OpsdConfig:
     check_keys(config)
     opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
     check_verl_keys(config, opsd)
+    check_ignored(config)
     return opsd
 
 

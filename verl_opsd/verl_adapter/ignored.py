@@ -1,0 +1,66 @@
+"""Keys of verl's own losses and advantages, which distillation reads nowhere: a value other than the recipe's is refused."""
+
+from __future__ import annotations
+
+import importlib.resources
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_opsd.errors import OpsdError
+
+_PPO = "the objective is opsd.loss.divergence; PPO's clipped term of the episodes' reward is opsd.loss.task_reward_coef"
+_ADVANTAGE = "advantages are the reward minus the mean of the round's other episodes: opsd.loss.task_reward_coef"
+_KL = "a pull towards the student's own base is opsd.loss.anchor"
+_RATIO = "importance ratios are used by opsd.loss.divergence=policy_gradient, within opsd.loss.trust"
+#: Key, or a section with all below it -> what does the thing here.
+IGNORED = {
+    "actor_rollout_ref.actor.loss_agg_mode": "set opsd.loss.reduction",
+    "actor_rollout_ref.actor.loss_scale_factor": "coefficients are divided by what opsd.loss.reduction says",
+    "actor_rollout_ref.actor.policy_loss": _PPO,
+    "actor_rollout_ref.actor.tau_pos": _PPO,
+    "actor_rollout_ref.actor.tau_neg": _PPO,
+    "actor_rollout_ref.actor.clip_ratio": "set clip_ratio_low and clip_ratio_high, which opsd.loss.task_reward_coef reads",
+    "actor_rollout_ref.actor.shuffle": "steps take whole episodes in the order of their collection: opsd.loss.episodes_per_update",
+    "actor_rollout_ref.actor.kl_loss_coef": _KL,
+    "actor_rollout_ref.actor.kl_loss_type": _KL,
+    "actor_rollout_ref.actor.calculate_entropy": "entropy is measured at every policy position: telemetry/ROUND.npz",
+    "actor_rollout_ref.actor.calculate_sum_pi_squared": "what is measured at every policy position is in telemetry/ROUND.npz",
+    "algorithm.adv_estimator": _ADVANTAGE,
+    "algorithm.gamma": _ADVANTAGE,
+    "algorithm.lam": _ADVANTAGE,
+    "algorithm.norm_adv_by_std_in_grpo": _ADVANTAGE,
+    "algorithm.use_pf_ppo": _ADVANTAGE,
+    "algorithm.pf_ppo": _ADVANTAGE,
+    "algorithm.kl_penalty": _KL,
+    "algorithm.kl_ctrl": _KL,
+    "algorithm.rollout_correction": _RATIO,
+}
+#: What the recipes set, since verl wants a value that goes without a critic and without old log-probabilities.
+RECIPE = {"algorithm.adv_estimator": "grpo", "algorithm.rollout_correction.bypass_mode": True}
+
+
+def check_ignored(config: DictConfig) -> None:
+    """Compares the keys of :data:`IGNORED` with verl's defaults.
+
+    Raises:
+        OpsdError: one has another value; names what does the thing here.
+    """
+    listed = importlib.resources.files("verl.trainer.config") / "_generated_ppo_trainer.yaml"
+    defaults = OmegaConf.create(listed.read_text())
+    for key, way_out in IGNORED.items():
+        given, usual = (_leaves(key, OmegaConf.select(c, key)) for c in (config, defaults))
+        for name, value in given.items():
+            expected = RECIPE.get(name, usual.get(name))
+            if value != expected:
+                raise OpsdError(
+                    f"{name}={value}",
+                    f"distillation reads it nowhere; it would be ignored in silence (usual value {expected})",
+                    way_out,
+                )
+
+
+def _leaves(key: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, DictConfig):
+        return {key: value}
+    return {k: v for name in value for k, v in _leaves(f"{key}.{name}", value[name]).items()}
