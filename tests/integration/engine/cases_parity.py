@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cpu_platform  # noqa: F401
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from ranks import (
     compare,
     copy_into,
     gathered,
+    means,
     mine,
     one_step,
     refusal,
@@ -27,6 +30,7 @@ from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.policy import PpoClip
 from verl_opsd.distill.weights import Threshold
 from verl_opsd.errors import OpsdError
+from verl_opsd.verl_adapter import checks
 from verl_opsd.verl_adapter.engine import OpsdEngine
 from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged
@@ -150,23 +154,29 @@ def case_sampled() -> dict:
     for name in ("k1", "k2", "k3", "policy_gradient"):
         want = eager_sampled(student, rows, name, trust)
         spec = LossSpec(divergence=name, trust=trust if name == "policy_gradient" else None)
-        found = one_step(engine, batch(mine(rows)), OpsdLoss(spec=spec, chunk=5))
-        used = torch.cat([r["opsd_coef"] for r in rows]) != 0  # NaN elsewhere: a masked token can't make an estimator refuse
-        got = torch.tensor(found["divergence"])
-        out[f"{name}_unknown"] = float(got[~used].isnan().float().mean())
-        found["divergence"], want["divergence"] = got[used].tolist(), want["divergence"][used]
+        loss = OpsdLoss(spec=spec, chunk=5, anchor=True)  # drift: an anchor whose coefficients are 0
+        found = one_step(engine, batch(mine(rows)), loss, values=("anchor",))
         out[name] = compare(found, want) | {"masked": float((want["divergence"] == 0).float().mean())}
+        out[name]["drift_unknown"] = sum(x != x for x in found["anchor"])
+        out[name]["drift"] = max(map(abs, found["anchor"]))
+        identity, shifted = (
+            checks.control(engine, batch(mine(rows)), loss, "own", shift)["value_divergence"] for shift in (0, 1)
+        )
+        out[name]["identity"] = max(abs(x) for x in means(identity).values())
+        out[name]["shifted"] = max(abs(x) for x in means(shifted).values())
     return out
 
 
-def case_task_reward() -> dict:
-    """PPO's term beside the distillation, against full logits: loss and gradient of both."""
-    engine = build("untied")
-    student = reference_model(f"{MODELS}/untied", True)
-    copy_into(student, engine)
+def rewarded_rows() -> list[dict]:
     rows = all_rows()
     for i, row in enumerate(rows):
         row["opsd_reward"] = torch.randn(len(row["opsd_position"]), generator=torch.Generator().manual_seed(i)) / 10
+    return rows
+
+
+def reward_reference(student: Any, rows: list[dict]) -> dict:
+    """The distillation and PPO's term from full logits: loss and gradient of both, the ``term`` alone, and how far it ``moved`` a
+    gradient."""
     want = eager(student, None, rows, True)
     plain_loss, grads, term = want["loss"], want["grads"], torch.zeros(())
     student.zero_grad()
@@ -179,13 +189,35 @@ def case_task_reward() -> dict:
     term.backward()
     theirs = dict(student.named_parameters())
     want["grads"] = {k: g + theirs[k].grad for k, g in grads.items()}
-    want["loss"] = plain_loss + float(term)
-    out: dict = {"term": float(term), "moved": max(float(theirs[k].grad.norm() / g.norm()) for k, g in grads.items())}
+    moved = max(float(theirs[k].grad.norm() / g.norm()) for k, g in grads.items())
+    return want | {"loss": plain_loss + float(term), "term": float(term), "moved": moved}
+
+
+def case_task_reward() -> dict:
+    """PPO's term beside the distillation, against full logits."""
+    engine = build("untied")
+    student = reference_model(f"{MODELS}/untied", True)
+    copy_into(student, engine)
+    rows = rewarded_rows()
+    want = reward_reference(student, rows)
+    out: dict = {k: want[k] for k in ("term", "moved")}
     for name, settings in (("micro1", dict(micro=1)), ("micro2", dict(micro=2)), ("dynamic", dict(dynamic=True))):
         loss = OpsdLoss(chunk=5, task_reward=PpoClip())
         out[name] = compare(one_step(engine, batch(mine(rows), **settings), loss), want, ordered=name != "dynamic")
     out["refused"] = refusal(lambda: one_step(engine, batch(mine(rows)), ADAPTER))
     return out
+
+
+def kept_reference(student: Any, rows: list[dict]) -> tuple[dict, OpsdLoss]:
+    """The mean over the positions above the median from full logits, and the loss that asks for it."""
+    every = eager(student, None, rows, True)["divergence"]
+    above = float(every.sort().values[len(every) // 2 - 1 :][:2].mean())  # between two values, not on one
+    want_rows = [dict(r) for r in rows]
+    total = float((torch.cat([r["opsd_coef"] for r in rows]) * (every > above)).sum())
+    for row, kl in zip(want_rows, every.split([len(r["opsd_position"]) for r in rows]), strict=True):
+        row["opsd_coef"] = row["opsd_coef"] * (kl > above) / total
+    loss = OpsdLoss(spec=LossSpec(weights=(Threshold(above),)), chunk=5, divide_by_kept=True)
+    return eager(student, None, want_rows, True), loss
 
 
 def case_kept() -> dict:
@@ -194,14 +226,7 @@ def case_kept() -> dict:
     student = reference_model(f"{MODELS}/untied", True)
     copy_into(student, engine)
     rows = all_rows()
-    every = eager(student, None, rows, True)["divergence"]
-    above = float(every.sort().values[len(every) // 2 - 1 :][:2].mean())  # between two values, not on one
-    want_rows = [dict(r) for r in rows]
-    total = float((torch.cat([r["opsd_coef"] for r in rows]) * (every > above)).sum())
-    for row, kl in zip(want_rows, every.split([len(r["opsd_position"]) for r in rows]), strict=True):
-        row["opsd_coef"] = row["opsd_coef"] * (kl > above) / total
-    want = eager(student, None, want_rows, True)
-    loss = OpsdLoss(spec=LossSpec(weights=(Threshold(above),)), chunk=5, divide_by_kept=True)
+    want, loss = kept_reference(student, rows)
     out = {}
     for name, settings in (("micro1", dict(micro=1)), ("micro2", dict(micro=2)), ("dynamic", dict(dynamic=True))):
         out[name] = compare(one_step(engine, batch(mine(rows), **settings), loss), want, ordered=name != "dynamic")

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import cpu_platform  # noqa: F401
 import torch
-import torch.distributed as dist
-from ranks import ADAPTER, INITIAL, MODELS, WORLD, all_rows, build, compare, copy_into, gathered, one_step, set_params
+from cases_parity import kept_reference, reward_reference, rewarded_rows
+from ranks import ADAPTER, INITIAL, MODELS, WORLD, all_rows, build, compare, copy_into, gathered, means, one_step, set_params
 from tiny import batch, eager, reference_model
 
-from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.policy import PpoClip
-from verl_opsd.distill.weights import Threshold
 from verl_opsd.verl_adapter import checks, ulysses
 from verl_opsd.verl_adapter.engine import OpsdEngine
 from verl_opsd.verl_adapter.loss import OpsdLoss
 
-KEPT = OpsdLoss(spec=LossSpec(weights=(Threshold(0.2),)), chunk=5, divide_by_kept=True)
 
-
-def _rows(anchor: bool = False, reward: bool = False) -> list[dict]:
+def _rows(anchor: bool = False) -> list[dict]:
     rows = all_rows()
-    for i, row in enumerate(rows):
-        g = torch.Generator().manual_seed(i)
-        if anchor:
-            row["opsd_anchor"] = torch.rand(len(row["opsd_position"]), generator=g) / 10
-        if reward:
-            row["opsd_reward"] = torch.randn(len(row["opsd_position"]), generator=g) / 10
+    for i, row in enumerate(rows if anchor else []):
+        row["opsd_anchor"] = torch.rand(len(row["opsd_position"]), generator=torch.Generator().manual_seed(i)) / 10
     return rows
 
 
@@ -48,7 +40,7 @@ def _check_of_blind_attention(engine: OpsdEngine) -> dict:
 
 
 def case_sequence_parallel() -> dict:
-    """Size 2 against eager full logits, and (loss terms that the reference lacks) against what size 1 gives."""
+    """Size 2 against eager full logits, with every term of the loss; and the identity control."""
     out: dict = {}
     for name, lora in (("untied", True), ("tied", False)):
         engine = build(
@@ -72,20 +64,14 @@ def case_sequence_parallel() -> dict:
             out["checks"] = {c["name"]: c["value"] for c in found}
     engine = build("untied", attention="ulysses_sdpa", ulysses_sequence_parallel_size=WORLD)
     out["blind"] = _check_of_blind_attention(engine)
-    for name, loss, rows in (("kept", KEPT, _rows()), ("reward", OpsdLoss(chunk=5, task_reward=PpoClip()), _rows(reward=True))):
-        got = _step(engine, loss, rows)
-        out[name] = {"loss": got["loss"], "norm": float(torch.stack([g.norm() for g in got["grads"].values()]).norm())}
+    student = reference_model(f"{MODELS}/untied", True)
+    copy_into(student, engine)
+    want, kept = kept_reference(student, all_rows())
+    out["kept"] = compare(_step(engine, kept, all_rows(), micro=1), want)
+    rewarded = OpsdLoss(chunk=5, task_reward=PpoClip())
+    out["reward"] = compare(_step(engine, rewarded, rewarded_rows(), micro=1), reward_reference(student, rewarded_rows()))
     positions = gathered(int(engine.mine_N.sum()))
     out["split"] = {"each": positions, "all": len(engine.mine_N)}
-    return out
-
-
-def case_sequence_whole() -> dict:
-    """The same terms with the same attention at size 1, all rows on every rank; compared between runs by the test."""
-    out = {}
-    engine = build("untied", attention="ulysses_sdpa")
-    for name, loss, rows in (("kept", KEPT, _rows()), ("reward", OpsdLoss(chunk=5, task_reward=PpoClip()), _rows(reward=True))):
-        got = _step(engine, loss, rows)
-        out[name] = {"loss": got["loss"], "norm": float(torch.stack([g.norm() for g in got["grads"].values()]).norm())}
-    dist.barrier()
+    for name, shift in (("identity", 0), ("shifted", 1)):
+        out[name] = means(checks.control(engine, batch(_rows()), ADAPTER, "own", shift)["value_divergence"])
     return out
