@@ -1,9 +1,9 @@
 """Time and peak memory of the loss-position head: exact reverse KL over the full vocabulary, forward and backward.
 
-    python benchmarks/head.py [--fused 512 768 1024] [--two-passes 256 1024] [--repeat 5]
+    python benchmarks/head.py [--one-pass 640 768] [--slice 11264 22528] [--two-passes 256 1024] [--repeat 5] [--no-others]
 
-The head has two ways to the same numbers: fused kernels (``distill.fused_triton``; bf16 weights on Hopper and newer), and two passes
-over float32 logits (everywhere else), each in chunks of so many loss positions.
+The head has two ways to the same numbers: one pass over logits that are made slice by slice (``distill.blocks_triton``; bf16 weights on
+a GPU), and two passes over a chunk's float32 logits (everywhere else), each in chunks of so many loss positions; the slices of one pass are of so many tokens.
 
 Compared with the same loss in plain torch on full logits, and with the three matrix products that nothing can avoid:
 student logits, teacher logits, gradient to the student's hidden states. Liger's fused JSD (``pip install liger-kernel``) is
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import platform
 import resource
 import statistics
@@ -28,7 +29,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from verl_opsd.distill.chunk import fused
+from verl_opsd.distill.chunk import one_pass
 from verl_opsd.distill.head import HeadTask, LossPositionHead
 from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.signal import Signal
@@ -83,8 +84,10 @@ def eager(hidden_NS: Tensor, teacher_NT: Tensor, weight_VS: Tensor, weight_VT: T
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fused", type=int, nargs="*", default=[512, 768, 1024])
+    parser.add_argument("--one-pass", type=int, nargs="*", default=[640, 768])
+    parser.add_argument("--slice", type=int, nargs="*", default=[11264, 22528])
     parser.add_argument("--two-passes", type=int, nargs="*", default=[256, 1024])
+    parser.add_argument("--others", action=argparse.BooleanOptionalAction, default=True, help="JSD, Liger, full logits too")
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
     cuda = torch.cuda.is_available()
@@ -138,14 +141,19 @@ def main() -> None:
         print(f"{label:34} {seconds:9.4f} {seconds / floor:10.2f} {peak / 1e9:8.2f}", flush=True)
 
     print(f"{'three matmuls':34} {floor:9.4f} {1.0:10.2f}", flush=True)
-    if fused(weight_VS, weight_VS, weight_VT, weight_VT):
-        for chunk in args.fused:
-            row(f"head, fused, chunk {chunk}", partial(head_step, chunk))
+    if one_pass(weight_VS, weight_VT):
+        from verl_opsd.distill import blocks_triton
+
+        for chunk, width in itertools.product(args.one_pass, args.slice):
+            with mock.patch.object(blocks_triton, "SLICE", width):
+                row(f"head, one pass, {chunk} x {width}", partial(head_step, chunk))
     else:
-        print("the fused kernels are not measured: they take bf16 weights on a Hopper GPU or newer")
-    with mock.patch("verl_opsd.distill.chunk.fused", return_value=False):
+        print("one pass is not measured: it is taken with bf16 weights on a GPU")
+    with mock.patch("verl_opsd.distill.chunk.one_pass", lambda *weights: False):
         for chunk in args.two_passes:
             row(f"head, two passes, chunk {chunk}", partial(head_step, chunk))
+    if not args.others:
+        return
     row("head, JSD(0.5), chunk 512", partial(head_step, 512, LossSpec(divergence="jsd", beta=0.5)))
     if cuda and importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD

@@ -47,7 +47,7 @@ def test_kernels_on_identical_masked_and_extreme_rows() -> None:
     assert torch.isfinite(kl[2]) and torch.isfinite(grad[2]).all() and kl[2] > 1e4
 
 
-def fused_case(rows: int, vocab: int, student: int, teacher: int, scale: float = 0.1) -> tuple[torch.Tensor, ...]:
+def bf16_case(rows: int, vocab: int, student: int, teacher: int, scale: float = 0.1) -> tuple[torch.Tensor, ...]:
     """bf16 hidden states and weights of both sides, on the GPU, with logits of a few nats."""
     g = torch.Generator("cuda").manual_seed(0)
 
@@ -57,9 +57,20 @@ def fused_case(rows: int, vocab: int, student: int, teacher: int, scale: float =
     return random(rows, student, 1.0), random(vocab, student, scale), random(rows, teacher, 1.0), random(vocab, teacher, scale)
 
 
-def needs_hopper() -> None:
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("the fused kernels need a Hopper GPU or newer")
+def one_pass(
+    hidden: torch.Tensor, weight: torch.Tensor, other: torch.Tensor, other_weight: torch.Tensor, coef: torch.Tensor
+) -> tuple[torch.Tensor, dense.Norms, torch.Tensor]:
+    """(KL, norms, gradient in bf16) of ``blocks_triton``, from slices of three blocks."""
+    from verl_opsd.distill import blocks_triton
+
+    assert blocks_triton.takes(weight, other_weight)
+    blocks = blocks_triton.Blocks(len(hidden), len(weight), weight.device)
+    for at in range(0, len(weight), 3 * blocks_triton.BLOCK):
+        part = slice(at, at + 3 * blocks_triton.BLOCK)
+        sides = (hidden, weight[part]), (other, other_weight[part])
+        blocks.add(at, *(torch.mm(h, w.T, out_dtype=torch.float32) for h, w in sides))
+    norms, kl = blocks.combine()
+    return kl, norms, blocks.grad(coef, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -67,17 +78,11 @@ def needs_hopper() -> None:
     [(70, 3001, 256, 320), (128, 256, 64, 64), (1, 130, 8, 8), (300, 50000, 512, 256), (130, 248320, 128, 128)],
     ids=str,
 )
-def test_fused_kernels_are_the_definition(shape: tuple[int, int, int, int]) -> None:
+def test_one_pass_is_the_definition(shape: tuple[int, int, int, int]) -> None:
     """Values to float32's digits; a gradient in bf16 no further from the exact one than that of the two passes is."""
-    needs_hopper()
-    from verl_opsd.distill import fused_triton
-
-    hidden, weight, other, other_weight = given = fused_case(*shape)
-    assert fused_triton.takes(*given)
+    hidden, weight, other, other_weight = bf16_case(*shape)
     coef = torch.rand(shape[0], device="cuda") + 0.1
-    tiles = fused_triton.Tiles(*given)
-    kl, norms = tiles.kl_C.clone(), tiles.norms
-    grad = tiles.grad(coef, torch.bfloat16)
+    kl, norms, grad = one_pass(hidden, weight, other, other_weight, coef)
     leaf = (hidden.double() @ weight.double().T).requires_grad_()
     q = reference.softmax(other.double() @ other_weight.double().T)
     want = reference.kl(reference.softmax(leaf), q)
@@ -93,19 +98,15 @@ def test_fused_kernels_are_the_definition(shape: tuple[int, int, int, int]) -> N
     assert error < 1.1 * theirs < 3e-3
 
 
-def test_fused_kernels_on_identical_near_and_masked_rows() -> None:
-    needs_hopper()
-    from verl_opsd.distill import fused_triton
-
-    hidden, weight, _, _ = fused_case(8, 5000, 256, 256)
+def test_one_pass_on_identical_near_and_masked_rows() -> None:
+    hidden, weight, _, _ = bf16_case(8, 5000, 256, 256)
     other = hidden.clone()
     other[1] += 0.01 * torch.randn_like(other[1])
     hidden[2], other[3] = torch.nan, torch.inf
     coef = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0], device="cuda")
-    tiles = fused_triton.Tiles(hidden, weight, other, weight)
-    kl, grad = tiles.kl_C.clone(), tiles.grad(coef, torch.bfloat16)
+    kl, norms, grad = one_pass(hidden, weight, other, weight, coef)
     assert (kl[[0, 4, 5, 6, 7]] == 0).all() and (grad[[0, 2, 3, 4, 5, 6, 7]] == 0).all()
-    assert (tiles.norms.agree_C[[0, 4, 5, 6, 7]] == 1).all()
+    assert (norms.agree_C[[0, 4, 5, 6, 7]] == 1).all()
     p, q = (reference.softmax(h[1:2].double() @ weight.double().T) for h in (hidden, other))
     assert abs(float(kl[1] - reference.kl(p, q))) < 1e-5 * float(kl[1]) + 1e-9
 
@@ -113,7 +114,7 @@ def test_fused_kernels_on_identical_near_and_masked_rows() -> None:
 @pytest.mark.parametrize("positions", [16384, 65536])
 def test_peak_memory_does_not_grow_with_the_positions(positions: int) -> None:
     """64k loss positions of a 248k vocabulary: below 1 GB above the inputs and the gradient that is returned."""
-    hidden, weight, other, other_weight = fused_case(positions, 248320, 512, 640, 0.02)
+    hidden, weight, other, other_weight = bf16_case(positions, 248320, 512, 640, 0.02)
     model, linear = torch.nn.Module(), torch.nn.Linear(512, 248320, bias=False, device="meta", dtype=torch.bfloat16)
     model.get_output_embeddings = lambda: linear
     head = install_head(model)

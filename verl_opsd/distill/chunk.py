@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from verl_opsd.distill.head import HeadTask
 
 
-#: Loss positions a chunk: of the fused kernels, which keep 4 bytes a logit, and of everything else.
-FUSED_ROWS, ROWS = 768, 256
+#: Loss positions a chunk: in one pass, which keeps 4 bytes a logit, and of everything else.
+ONE_PASS_ROWS, ROWS = 768, 256
 
 
 @dataclass(frozen=True)
@@ -132,28 +132,36 @@ class _TwoPasses:
         return dense.kl_and_grad(*self.logits, self.norms, coef_C, dtype)
 
 
-class _Fused:
-    """The same without a logit in memory (:mod:`verl_opsd.distill.fused_triton`)."""
+class _OnePass:
+    """The same in one pass over logits that are made slice by slice (:mod:`verl_opsd.distill.blocks_triton`)."""
 
-    def __init__(self, chunk: ChunkInput, hidden_CT: Tensor, weight_VT: Tensor):
-        from verl_opsd.distill import fused_triton
+    def __init__(self, chunk: ChunkInput, other_CT: Tensor, other_VT: Tensor):
+        from verl_opsd.distill import blocks_triton
 
-        sides = (chunk.hidden_CH, chunk.weight_VH), (hidden_CT, weight_VT)
+        sides = (chunk.hidden_CH, chunk.weight_VH), (other_CT, other_VT)
         self.labels = None if chunk.labels_C is None else tuple(_label_logits(h, w, chunk.labels_C) for h, w in sides)
-        self.tiles = fused_triton.Tiles(chunk.hidden_CH, chunk.weight_VH, hidden_CT, weight_VT)
-        self.norms = self.tiles.norms
+        rows, vocab = chunk.hidden_CH.shape[0], chunk.weight_VH.shape[0]
+        self.blocks = blocks_triton.Blocks(rows, vocab, chunk.weight_VH.device)
+        for start in range(0, vocab, blocks_triton.SLICE):
+            self.blocks.add(start, *(logits(h, w[start : start + blocks_triton.SLICE], chunk.dtype) for h, w in sides))
+        self.norms, self.kl_C = self.blocks.combine()
 
     def kl_and_grad(self, coef_C: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        return self.tiles.kl_C, None if coef_C is None else self.tiles.grad(coef_C, dtype)
+        return self.kl_C, None if coef_C is None else self.blocks.grad(coef_C, dtype)
 
 
-def fused(hidden_NS: Tensor, weight_VS: Tensor, hidden_NT: Tensor, weight_VT: Tensor) -> bool:
-    """Whether the fused kernels take these (``fused_triton.takes``); hidden states are rounded to the weights' dtype first."""
+def one_pass(weight_VS: Tensor, weight_VT: Tensor) -> bool:
+    """Whether one pass is taken (``blocks_triton.takes``)."""
     if not weight_VS.is_cuda or importlib.util.find_spec("triton") is None:
         return False
-    from verl_opsd.distill import fused_triton
+    from verl_opsd.distill import blocks_triton
 
-    return fused_triton.takes(hidden_NS, weight_VS, hidden_NT, weight_VT)
+    return blocks_triton.takes(weight_VS, weight_VT)
+
+
+def _label_logits(hidden_CH: Tensor, weight_VH: Tensor, labels_C: Tensor) -> Tensor:
+    """Logits of the sampled tokens alone, float32 [C]."""
+    return torch.linalg.vecdot(hidden_CH.float(), weight_VH[labels_C].float())
 
 
 def default_rows(task: HeadTask, weight_VH: Tensor) -> int:
@@ -162,12 +170,7 @@ def default_rows(task: HeadTask, weight_VH: Tensor) -> int:
         return ROWS
     weights = [weight_VH if w is None else w for w in (task.teacher_weight_VH, task.anchor_weight_VH)]
     both = task.teacher is not None and task.anchor is not None  # their gradients are added up
-    return FUSED_ROWS // (1 + both) if all(fused(weight_VH, weight_VH, w, w) for w in weights) else ROWS
-
-
-def _label_logits(hidden_CH: Tensor, weight_VH: Tensor, labels_C: Tensor) -> Tensor:
-    """Logits of the sampled tokens alone, float32 [C]."""
-    return torch.linalg.vecdot(hidden_CH.float(), weight_VH[labels_C].float())
+    return ONE_PASS_ROWS // (1 + both) if all(one_pass(weight_VH, w) for w in weights) else ROWS
 
 
 def _dense_reverse_kl(chunk: ChunkInput, spec: LossSpec) -> ChunkOutput:
@@ -179,9 +182,9 @@ def _dense_reverse_kl(chunk: ChunkInput, spec: LossSpec) -> ChunkOutput:
         nonlocal student_CV
         assert signal.hidden_NH is not None
         other_CH = signal.hidden_NH.to(weight_VH.dtype)
-        scored: _Fused | _TwoPasses
-        if fused(chunk.hidden_CH, chunk.weight_VH, other_CH, weight_VH):
-            scored = _Fused(chunk, other_CH, weight_VH)
+        scored: _OnePass | _TwoPasses
+        if one_pass(chunk.weight_VH, weight_VH):
+            scored = _OnePass(chunk, other_CH, weight_VH)
         else:
             student_CV = logits(chunk.hidden_CH, chunk.weight_VH, chunk.dtype) if student_CV is None else student_CV
             scored = _TwoPasses(student_CV, logits(other_CH, weight_VH, chunk.dtype), chunk.labels_C)

@@ -51,7 +51,7 @@ def check_ignored(config: DictConfig) -> None:
     for key, way_out in IGNORED.items():
         given, usual = (_leaves(key, OmegaConf.select(c, key)) for c in (config, defaults))
         for name, value in given.items():
-            expected = RECIPE.get(name, usual.get(name))
+            expected: Any = RECIPE.get(name, usual.get(name))
             if value != expected:
                 raise OpsdError(
                     f"{name}={value}",
@@ -63,4 +63,4 @@ def check_ignored(config: DictConfig) -> None:
 def _leaves(key: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, DictConfig):
         return {key: value}
-    return {k: v for name in value for k, v in _leaves(f"{key}.{name}", value[name]).items()}
+    return {k: v for name in map(str, value) for k, v in _leaves(f"{key}.{name}", value[name]).items()}

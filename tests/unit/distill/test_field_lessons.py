@@ -130,7 +130,7 @@ def test_loss_is_the_sum_over_positions_divided_once_by_hand() -> None:
 @pytest.mark.parametrize("how", ["whole", "chunks", "compiled", "anchor", "float64"])
 @pytest.mark.parametrize("spec", [*ALL_PATHS, LossSpec(divergence="policy_gradient", trust=(0.5, 2.0))], ids=str)
 def test_identity_teacher_is_zero_on_every_path_and_a_shift_by_one_is_not(spec: LossSpec, how: str) -> None:
-    """The fused kernels' identity is in ``tests/gpu``, that of sequence parallelism in ``tests/integration/engine``."""
+    """The GPU kernels' identity is in ``tests/gpu``, that of sequence parallelism in ``tests/integration/engine``."""
     dtype = torch.float64 if how == "float64" else torch.float32
     chunk = {"chunks": 3, "whole": None}.get(how, 8)
     head, x, task = make(seed=4, n=8, dtype=dtype, loss=spec, chunk=chunk, teacher_weight_VH=None)

@@ -1,0 +1,172 @@
+"""Reverse KL over the full vocabulary in one pass over float32 logits, a slice of the vocabulary at a time.
+
+While a slice of both sides' logits is hot it is worked off by the chain rule of KL over blocks b of ``BLOCK`` tokens, with P, Q the blocks'
+masses and p_b, q_b the distributions within a block:
+
+    KL(student || teacher) = KL(P || Q) + sum_b P_b KL(p_b || q_b)        every part is >= 0: nothing cancels
+
+Values are float32 throughout. For the gradient alone two numbers a token are kept in 16 bits, p_b(v) and d_b(v) = log p_b - log q_b;
+their rounding (2^-12) is below that of the gradient itself (bf16, 2^-9), which takes the place of the first:
+
+    dKL / ds_v = p_v (d_v - KL),   p_v = P_b p_b(v),   d_v - KL = d_b(v) + k_b
+
+Four bytes a logit are kept where two passes keep ten, so a chunk may hold more positions, and the products are nearer to their full speed.
+
+Shape suffixes: C loss positions of one chunk, S student and T teacher hidden size, V vocabulary, W width of a slice of it, B blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from verl_opsd.distill.dense import Norms
+
+#: Tokens of a block of the chain rule, of a slice of the vocabulary, and of a program of the gradient's pass.
+BLOCK, SLICE, SPAN = 1024, 22528, 4096
+#: Statistics of a block; the gradient's factors take the place of the first two.
+STATS = 8
+
+
+@triton.jit
+def _kl_terms(p, q, d):
+    """q - p + p d, by the series of exp(-d) - 1 + d (to d^7) where the sum would cancel."""
+    series = 1.0 / 24 - d * (1.0 / 120 - d * (1.0 / 720 - d * (1.0 / 5040)))
+    series = d * d * (0.5 - d * (1.0 / 6 - d * series))
+    return tl.where(tl.abs(d) < 0.25, p * series, q - p + p * d)
+
+
+@triton.jit
+def _block_kernel(student, teacher, prob, diff, stats, start, W, V, B, SIZE, BLOCK: tl.constexpr):
+    """One block of one row: statistics, and what the gradient needs."""
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < W
+    s = tl.load(student + row * W + at, mask=inside, other=-float("inf"))
+    t = tl.load(teacher + row * W + at, mask=inside, other=-float("inf"))
+    s_max = tl.max(s, 0)
+    t_max = tl.max(t, 0)
+    s_sum = tl.sum(tl.exp(s - s_max), 0)
+    t_sum = tl.sum(tl.exp(t - t_max), 0)
+    s_log = s_max + tl.log(s_sum)
+    offset = (s_max - t_max) + tl.log(s_sum / t_sum)  # of the normalisers; their own difference is rounded at their size
+    p = tl.exp(s - s_log)
+    difference = tl.where(inside, s - t, 0.0)
+    d = difference - offset
+    kl = tl.where(inside, _kl_terms(p, tl.exp(t - t_max) / t_sum, d), 0.0)
+    tl.store(prob + row * V + start + at, p.to(prob.dtype.element_ty), mask=inside)
+    tl.store(diff + row * V + start + at, d.to(diff.dtype.element_ty), mask=inside)
+    place = stats + row * B + start // BLOCK + block
+    tl.store(place, s_log)
+    tl.store(place + SIZE, offset)
+    tl.store(place + 2 * SIZE, tl.sum(kl, 0))
+    tl.store(place + 3 * SIZE, tl.sum(p * difference, 0))
+    tl.store(place + 4 * SIZE, s_log - tl.sum(tl.where(inside, p * s, 0.0), 0))
+    tl.store(place + 5 * SIZE, s_max)
+    tl.store(place + 6 * SIZE, t_max)
+    tl.store(place + 7 * SIZE, tl.max(tl.where((s == s_max) & (t == t_max), 1.0, 0.0), 0))
+
+
+@triton.jit
+def _combine_kernel(stats, out, C, B, SIZE, BLOCKS: tl.constexpr):
+    """The chain rule of one row: ``out`` gets both normalisers, mean difference, entropy, agreement and KL; the first two statistics
+    become P_b and k_b."""
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCKS)
+    there = at < B
+    place = stats + row.to(tl.int64) * B + at
+    s_block = tl.load(place, mask=there, other=-float("inf"))
+    offset = tl.load(place + SIZE, mask=there, other=0.0)
+    s_top = tl.max(s_block, 0)
+    s_sum = tl.sum(tl.exp(s_block - s_top), 0)
+    mass = tl.exp(s_block - s_top) / s_sum
+    # The teacher's masses are the student's times exp(-offset), over their sum. Near the mean offset nothing but offsets is rounded.
+    centre = tl.sum(mass * offset, 0)
+    c = tl.where(there, offset - centre, 0.0)
+    t_block = s_block - s_top - c
+    t_top = tl.max(t_block, 0)
+    t_sum = tl.sum(tl.exp(t_block - t_top), 0)
+    far = t_top + tl.log(t_sum / s_sum)
+    near = tl.log(tl.sum(mass * tl.exp(-tl.minimum(tl.maximum(c, -1.0), 1.0)), 0) / tl.sum(mass, 0))
+    total = centre - tl.where(tl.max(tl.abs(c), 0) < 1.0, near, far)
+    s_log = s_top + tl.log(s_sum)
+    between = _kl_terms(mass, tl.exp(t_block - t_top) / t_sum, offset - total)
+    within = mass * tl.load(place + 2 * SIZE, mask=there, other=0.0)
+    mean = tl.sum(mass * tl.load(place + 3 * SIZE, mask=there, other=0.0), 0)
+    entropy = tl.load(place + 4 * SIZE, mask=there, other=0.0) - tl.where(there, s_block - s_log, 0.0)
+    s_max = tl.load(place + 5 * SIZE, mask=there, other=-float("inf"))
+    t_max = tl.load(place + 6 * SIZE, mask=there, other=-float("inf"))
+    both = tl.load(place + 7 * SIZE, mask=there, other=0.0)
+    best = (s_max == tl.max(s_max, 0)) & (t_max == tl.max(t_max, 0))
+    tl.store(out + row, s_log)
+    tl.store(out + C + row, s_log - total)
+    tl.store(out + 2 * C + row, mean - total)
+    tl.store(out + 3 * C + row, tl.sum(mass * entropy, 0))
+    tl.store(out + 4 * C + row, tl.max(tl.where(best, both, 0.0), 0))
+    tl.store(out + 5 * C + row, tl.sum(tl.where(there, between + within, 0.0), 0))
+    tl.store(place, mass, mask=there)
+    tl.store(place + SIZE, offset - mean, mask=there)
+
+
+@triton.jit
+def _grad_kernel(prob, diff, stats, coef, grad, V, B, SIZE, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
+    inside = at < V
+    place = stats + row * B + at // BLOCK
+    c = tl.load(coef + row)
+    p = tl.load(prob + row * V + at, mask=inside, other=0.0).to(tl.float32) * tl.load(place, mask=inside, other=0.0)
+    d = tl.load(diff + row * V + at, mask=inside, other=0.0).to(tl.float32)
+    d += tl.load(place + SIZE, mask=inside, other=0.0)
+    g = tl.where(c == 0.0, 0.0, c * p * d)
+    tl.store(grad + row * V + at, g.to(grad.dtype.element_ty), mask=inside)
+
+
+def takes(weight_VS: Tensor, weight_VT: Tensor) -> bool:
+    """Whether what is kept in 16 bits loses nothing that the gradient keeps: both weights bf16 on a GPU."""
+    return all(w.is_cuda and w.dtype == torch.bfloat16 for w in (weight_VS, weight_VT))
+
+
+class Blocks:
+    """KL(student || teacher) of a chunk, and its gradient by the student's logits.
+
+    Attributes:
+        norms: as of ``dense.norms``; kl_C: nats. float32.
+    """
+
+    def __init__(self, rows: int, vocab: int, device: torch.device, keep: torch.dtype = torch.float16):
+        """``keep``: dtype of the two numbers a token that the gradient needs."""
+        self.blocks = triton.cdiv(vocab, BLOCK)
+        self.prob_CV, self.diff_CV = torch.empty(2, rows, vocab, dtype=keep, device=device)
+        self.stats = torch.empty(STATS, rows, self.blocks, dtype=torch.float32, device=device)
+
+    def add(self, start: int, student_CW: Tensor, teacher_CW: Tensor) -> None:
+        """Works off the logits of the tokens from ``start``, a multiple of ``BLOCK``; float32, contiguous."""
+        rows, width = student_CW.shape
+        size, vocab = self.stats[0].numel(), self.prob_CV.shape[1]
+        kept = (self.prob_CV, self.diff_CV, self.stats)
+        grid = (triton.cdiv(width, BLOCK), rows)
+        _block_kernel[grid](student_CW, teacher_CW, *kept, start, width, vocab, self.blocks, size, BLOCK=BLOCK, num_warps=4)
+
+    def combine(self) -> tuple[Norms, Tensor]:
+        """Norms and KL, after all slices."""
+        rows = self.stats.shape[1]
+        out = torch.empty(6, rows, dtype=torch.float32, device=self.stats.device)
+        size, blocks = self.stats[0].numel(), triton.next_power_of_2(self.blocks)
+        _combine_kernel[(rows,)](self.stats, out, rows, self.blocks, size, BLOCKS=blocks, num_warps=4)
+        return Norms(*out[:5]), out[5]
+
+    def grad(self, coef_C: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gradient of ``sum_c coef_c KL_c``, [C, V], after :meth:`combine`; once: one of 16 bits takes the place of what was kept. A row
+        of coefficient 0 has gradient exactly 0, whatever its logits hold."""
+        rows, vocab = self.prob_CV.shape
+        same = self.prob_CV.element_size() == dtype.itemsize
+        grad_CV = self.prob_CV.view(dtype) if same else torch.empty(rows, vocab, dtype=dtype, device=self.prob_CV.device)
+        kept = (self.prob_CV, self.diff_CV, self.stats)
+        grid = (rows, triton.cdiv(vocab, SPAN))
+        size = self.stats[0].numel()
+        _grad_kernel[grid](*kept, coef_C, grad_CV, vocab, self.blocks, size, SPAN=SPAN, BLOCK=BLOCK, num_warps=8)
+        return grad_CV
