@@ -490,9 +490,3 @@ def _contradictions(c: OpsdConfig) -> None:
             f"a comparison varies one field of the contract: {', '.join(c.contract.as_dict())}",
             "name one of them, or leave it out",
         )
-    if c.contract.thinking == "strip":
-        refuse(
-            "opsd.contract.thinking=strip",
-            "this version sends earlier reasoning unchanged (append-only ids)",
-            "use opsd.contract.thinking=keep",
-        )

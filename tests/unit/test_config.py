@@ -137,7 +137,6 @@ def test_wrong_type_or_choice_is_named(path, value):
         {"scale": "gpux"},
         {"mode": "eval"},
         {"contract.step_limit": 0},
-        {"contract.thinking": "strip"},
         {"contract.max_tokens": 4096},
     ],
 )

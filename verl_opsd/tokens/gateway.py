@@ -1,6 +1,7 @@
 """The inference boundary: chat messages in, exact token ids to the engine, turn records out.
 
-One :class:`Session` is one agent of one episode. Its ids are only ever appended: a call that continues what the
+One :class:`Session` is one agent of one episode. Its ids are only ever appended (and, where the contract strips reasoning, cut
+out; nothing is encoded again): a call that continues what the
 session knows tokenizes its new messages alone, and replies stay exactly as the engine gave them. A call that does not
 continue opens a new branch, whose fork position and reason are recorded. This file knows no tokenizer, engine or tool
 syntax: those are protocols.
@@ -22,6 +23,7 @@ from verl_opsd.contract import EvalContract
 from verl_opsd.errors import InfraFault, OpsdError
 from verl_opsd.tokens.boundary import Message, canonical, check_reply
 from verl_opsd.tokens.records import ForkReason, Sampling, TurnKind, TurnRecord
+from verl_opsd.tokens.thinking import Thought, cut, last_user, reasoning_end, shown
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -89,6 +91,10 @@ class TokenBuilder(Protocol):
         prompt."""
         ...
 
+    def without_reasoning(self, ids: list[int]) -> list[int]:
+        """A reply's ids without its reasoning; the same ids where it has none. Asked for where the contract strips it."""
+        ...
+
 
 class ReplyParser(Protocol):
     """Turns reply ids into content and tool calls; a malformed call is not an exception but no call."""
@@ -97,11 +103,7 @@ class ReplyParser(Protocol):
 
 
 class Gateway:
-    """Makes sessions that share one engine, one tokenization and one contract.
-
-    Raises:
-        OpsdError: the contract strips reasoning of earlier turns, which an append-only session can't do.
-    """
+    """Makes sessions that share one engine, one tokenization and one contract."""
 
     def __init__(
         self,
@@ -111,12 +113,6 @@ class Gateway:
         contract: EvalContract,
         clock: Callable[[], float] = time.time,
     ):
-        if contract.thinking != "keep":
-            raise OpsdError(
-                f"contract.thinking={contract.thinking!r}",
-                "a session only appends tokens, so reasoning of earlier turns stays in the prompt",
-                "set contract.thinking=keep and use a chat template that keeps reasoning",
-            )
         self.engine, self.builder, self.parser, self.contract, self.clock = engine, builder, parser, contract, clock
         self.contract_hash = contract.hash
         self.sampling = Sampling(contract.temperature, contract.top_p, contract.top_k, contract.max_tokens)
@@ -128,7 +124,11 @@ class Gateway:
 
 @dataclass
 class _Branch:
-    """Ids and messages along one branch. ``replies``: (messages, ids) known just after each own reply, in order."""
+    """Ids and messages along one branch. ``replies``: (messages, ids) known just after each own reply, in order.
+
+    Where the contract strips reasoning: ``thoughts`` are replies whose reasoning is still in the ids, in order; ``rendered`` is the
+    number of the last message whose reasoning was rendered from text, -1 without one.
+    """
 
     ids: list[int]  # only ever appended to
     messages: list[dict[str, Any]]
@@ -138,6 +138,8 @@ class _Branch:
     reason: ForkReason = "start"
     n_prompt: int = 0
     replies: list[tuple[int, int]] = field(default_factory=list)
+    thoughts: list[Thought] = field(default_factory=list)
+    rendered: int = -1
     _packed: array[int] = field(default_factory=lambda: array("i"))
 
     def common(self, other: np.ndarray) -> int:
@@ -303,28 +305,50 @@ class Session:
             ]
         branch.messages.append(copy.deepcopy(message))
         branch.replies.append((len(branch.messages), len(branch.ids)))
+        if gateway.contract.thinking == "strip":
+            kept = gateway.builder.without_reasoning(generation.token_ids)
+            if len(kept) < len(generation.token_ids):
+                end = len(branch.ids)
+                branch.thoughts.append(Thought(len(branch.messages) - 1, end - len(generation.token_ids), end, tuple(kept)))
         return Reply(message, turn, prompt_len, len(generation.token_ids), generation.stop_reason)
 
     def _plan(self, messages: list[dict[str, Any]], tools: Tools, kind: TurnKind) -> _Plan:
         """Finds the known reply that the call continues from; without one the prompt is rendered whole."""
         builder, source = self.gateway.builder, self._continued(messages, tools)
-        if source >= 0:
+        strip = self.gateway.contract.thinking == "strip"
+        last = last_user(messages) if strip else -1
+        fork = _Branch([], [], copy.deepcopy(tools))
+        stripped = source >= 0 and -1 < self._branches[source].rendered < last
+        if source >= 0 and not stripped:
             branch = self._branches[source]
             n, length = _known(branch, messages)
             ids = branch.ids if length == len(branch.ids) else branch.ids[:length]
-            new = builder.extend(branch.messages[:n], messages, ids, tools)
-            if ids is branch.ids:
+            updated = [*messages[:n], *shown(messages)[n:]] if strip else messages
+            new = builder.extend(branch.messages[:n], updated, ids, tools)
+            known = [t for t in branch.thoughts if t.end <= length]
+            stripped = any(t.message < last for t in known)
+            if ids is branch.ids and not stripped:
                 return _Plan(new, length, source, None)
             prompt = ids + new
+            fork.thoughts, fork.rendered = known, branch.rendered
+            if stripped:
+                prompt, fork.thoughts, cuts = cut(prompt, known, last)
+                fork.replies = [
+                    (m, end - sum(gone for at, gone in cuts if at <= end)) for m, end in branch.replies if end <= length
+                ]
         else:
-            prompt = builder.initial(messages, tools)
-        fork = _Branch([], [], copy.deepcopy(tools))
+            prompt = builder.initial(shown(messages) if strip else messages, tools)
+            if strip:
+                reasoned = (
+                    i for i, m in enumerate(messages) if i > last and m["role"] == "assistant" and reasoning_end(m["content"])
+                )
+                fork.rendered = max(reasoned, default=-1)
         if self._branches:
             packed = np.frombuffer(array("i", prompt), np.int32)  # several times faster than asarray of a list
             lengths = [b.common(packed) for b in self._branches]
             fork.parent = max(range(len(lengths)), key=lambda i: (lengths[i], i == self._last, i))
             fork.fork_position = lengths[fork.parent]
-            fork.reason = self._fork_reason(messages, tools, kind)
+            fork.reason = "thinking_stripped" if stripped else self._fork_reason(messages, tools, kind)
         start = fork.fork_position
         fork.ids = prompt[:start]
         return _Plan(prompt[start:], start, len(self._branches), fork)

@@ -17,6 +17,7 @@ from verl.utils.tokenizer.continuous_token_wiring import (
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.gateway import ToolCall
+from verl_opsd.tokens.thinking import reasoning_end
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -97,6 +98,20 @@ class VerlTokenBuilder:
                 "use a model type that verl maps to its Qwen builder",
             )
         return cut_off + list(merged.token_ids[1:])
+
+    def without_reasoning(self, ids: list[int]) -> list[int]:
+        """A reply's ids from the first token on that lies behind its reasoning and the line breaks after it. A token that holds the
+        end of the reasoning and more is replaced by the tokens of the rest of its text."""
+        text = self.tokenizer.decode(ids)
+        end = reasoning_end(text)
+        if not end:
+            return ids
+        low, high = 0, len(ids)  # the fewest tokens whose text reaches the end; their text only grows
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if len(self.tokenizer.decode(ids[:middle])) >= end else (middle + 1, high)
+        rest = self.tokenizer.decode(ids[:low])[end:]
+        return (self.tokenizer.encode(rest, add_special_tokens=False) if rest else []) + ids[low:]
 
     def _assert_append_only(self) -> None:
         messages, tools = _PROBE_MESSAGES, _PROBE_TOOLS

@@ -56,7 +56,6 @@ def test_misspelt_key_without_plus_is_refused_by_hydra(compose, override):
         (["opsd.sandbox.backend=process", "opsd.sandbox.allow_unsafe=true"], ["opsd.contract.sandbox=bubblewrap"]),
         (["opsd.contract.max_tokens=99999"], ["contract.max_tokens=99999"]),
         (["opsd.contract.step_limit=0"], ["contract.step_limit=0"]),
-        (["opsd.contract.thinking=strip"], ["opsd.contract.thinking=strip"]),
         (["opsd.loss.epochs=0"], ["epochs=0"]),
         (["opsd.loss.anchor=-1.0"], ["anchor=-1.0"]),
         (["opsd.loss.divergence=jsd"], ["beta"]),

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from stub_chat import ASSISTANT, END, LINE, RESULT, START, SYSTEM, USER, StubEngine, make_gateway
 
-from verl_opsd.contract import EvalContract
 from verl_opsd.errors import InfraFault, OpsdError
-from verl_opsd.tokens import ContextOverflow, Gateway, Generation, Sampling
+from verl_opsd.tokens import ContextOverflow, Generation, Sampling
 
 SYS = {"role": "system", "content": "10"}
 TASK = {"role": "user", "content": "11 12"}
@@ -309,10 +308,8 @@ def test_work_of_a_call_does_not_grow_with_dropped_replies():
     assert min(times[-8:]) <= 10e-3
 
 
-def test_stripped_thinking_and_unknown_turns_are_refused():
+def test_unknown_turns_are_refused():
     gateway = make_gateway(StubEngine())
-    with pytest.raises(OpsdError, match="thinking"):
-        Gateway(gateway.engine, gateway.builder, gateway.parser, EvalContract(thinking="strip"))
     session = gateway.session("e", "a")
     for number in (-1, 0, 1):
         with pytest.raises(OpsdError, match="turn"):
