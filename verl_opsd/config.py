@@ -280,6 +280,15 @@ class OpsdConfig:
         return config
 
 
+def build_section(cls: type, values: Any, where: str) -> Any:
+    """A frozen dataclass of a section from plain values, as :meth:`OpsdConfig.parse` builds its own.
+
+    Raises:
+        OpsdError: an unknown or missing key, or a value of the wrong type.
+    """
+    return _build(cls, values, where)
+
+
 def _build(cls: type, values: Any, where: str) -> Any:
     if not isinstance(values, dict):
         raise OpsdError(f"{where}={values!r}", f"{where} is a group of keys", f"give {where} as key: value pairs")
@@ -317,6 +326,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if value in args:
             return value
         raise OpsdError(f"{where}={value!r}", f"{where} is one of {', '.join(map(str, args))}", "choose one of them")
+    if origin is dict and isinstance(value, dict):
+        return {k: _value(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(_value(args[0], v, where) for v in value)
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):

@@ -6,6 +6,7 @@ here stops the process with an error, because verl itself logs a broken plugin a
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.util
 import os
@@ -29,7 +30,8 @@ def register_resolvers() -> None:
     ``opsd_scale``: name of the scale that fits the hardware. ``opsd_student``: folder of an embedded student. ``opsd_slots``: device
     slots of a run without accelerators, student ranks plus teacher workers. ``opsd_student_devices``: devices of a scale that teacher
     workers leave to the student. ``opsd_threads``: threads of a process when so many share this host's
-    cores. ``opsd_ray_tmp``: a new short directory for Ray's session, removed after the run.
+    cores. ``opsd_ray_tmp``: a new short directory for Ray's session, removed after the run. ``opsd_start``: time of the start, the same
+    for all ranks that one torchrun has started. ``opsd_port``: torchrun's port, or a free one.
     """
     from omegaconf import OmegaConf
 
@@ -44,6 +46,8 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver(
         "opsd_threads", lambda processes: max(1, len(os.sched_getaffinity(0)) // processes), replace=True
     )
+    OmegaConf.register_new_resolver("opsd_start", _start_time, replace=True)
+    OmegaConf.register_new_resolver("opsd_port", _port, replace=True)
     OmegaConf.register_new_resolver("opsd_ray_tmp", lambda: f"/tmp/opsd-ray-{uuid.uuid4().hex[:8]}", replace=True)
 
 
@@ -53,6 +57,28 @@ def _scale_from_hardware() -> str:
 
     n = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return "local" if n == 0 else "gpu1" if n == 1 else "gpu2" if n < 8 else "gpu8"
+
+
+@functools.cache
+def _start_time() -> str:
+    """``YYYY-mm-dd_HH-MM-SS`` at which this process, or the torchrun above it, was started."""
+    import time
+
+    import psutil
+
+    process = psutil.Process(os.getppid()) if "LOCAL_RANK" in os.environ and "RANK" in os.environ else psutil.Process()
+    return time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(process.create_time()))
+
+
+@functools.cache
+def _port() -> str:
+    import socket
+
+    if "MASTER_PORT" in os.environ:
+        return os.environ["MASTER_PORT"]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
 
 
 def _student_path(kind: str) -> str:

@@ -24,16 +24,20 @@ OPEN = ("kwargs", "override_config", "ray_init", "runtime_env")
 OWN = {"opsd", "hydra", "model_engine"}
 
 
-def check_keys(config: DictConfig) -> None:
+def check_keys(config: DictConfig, reference: dict[Any, Any] | None = None) -> None:
     """Compares a composed configuration with the list of all keys that verl ships.
+
+    Args:
+        reference: that list; None: of the PPO trainer.
 
     A top-level key of a recipe (``corpus``) is known when a value of the ``opsd`` section refers to it.
 
     Raises:
         OpsdError: unknown keys, each with the nearest known one.
     """
-    listed = importlib.resources.files("verl.trainer.config") / "_generated_ppo_trainer.yaml"
-    reference = _raw(OmegaConf.create(listed.read_text()))
+    if reference is None:
+        listed = importlib.resources.files("verl.trainer.config") / "_generated_ppo_trainer.yaml"
+        reference = _raw(OmegaConf.create(listed.read_text()))
     given = _raw(config)
     references = str(given.get("opsd"))
     own = OWN | {k for k in given if f"${{{k}}}" in references}

@@ -1,0 +1,74 @@
+"""Loss and gradients of a warm start equal cross-entropy by hand: packed, padded, alone, on one rank and on two, hybrid too."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ENGINE = HERE.parent / "engine"
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp(f"sft-{request.param}")
+    path = os.pathsep.join(map(str, (HERE, ENGINE, HERE.parents[2])))
+    env = os.environ | {"PYTHONPATH": path, "VERL_USE_EXTERNAL_PLUGINS": "none", "HF_HUB_OFFLINE": "1"}
+    make = "from pathlib import Path; import sys, tiny; tiny.make_models(Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", make, str(root)], env=env, check=True, timeout=120)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    logs = [(root / f"{r}.log") for r in range(request.param)]
+    ranks = []
+    for r, log in enumerate(logs):
+        with log.open("w") as f:
+            command = [
+                sys.executable,
+                str(HERE / "sft_ranks.py"),
+                str(r),
+                str(request.param),
+                str(port),
+                str(root),
+                str(root / "out"),
+            ]
+            ranks.append(subprocess.Popen(command, env=env, stdout=f, stderr=subprocess.STDOUT))
+    codes = [p.wait(200) for p in ranks]
+    assert codes == [0] * request.param, "\n".join(log.read_text()[-3000:] for log in logs)
+    return {"world": request.param, **json.loads((root / "out").read_text())}
+
+
+def test_loss_and_gradients_equal_cross_entropy_by_hand(measured):
+    cases = {k: v for k, v in measured.items() if isinstance(v, dict) and "grad" in v}
+    assert len(cases) == 12 + 2 + 1 + 1
+    for name, found in cases.items():
+        assert found["loss"] == pytest.approx(found["want"], rel=2e-6), (name, found)
+        assert found["grad"] < 1e-4 and found["tensors"] > 10 and found["extra"] == 0, (name, found)
+
+
+def test_documents_of_a_hybrid_are_not_packed_where_its_layers_would_mix_them(measured):
+    assert measured["tied-full-shares"] is True and measured["tied-lora-shares"] is True
+    assert measured["hybrid-full-shares"] is False and measured["hybrid-lora-shares"] is False
+    for how in ("full", "lora"):
+        packed, alone = (measured[f"hybrid-{how}-{k}"] for k in ("packed", "alone"))
+        assert packed["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+
+
+def test_the_gate_changes_the_loss(measured):
+    assert measured["gate"]["loss"] < 0.9 * measured["tied-full-alone"]["loss"]
+
+
+def test_validation_loss_is_the_same_number(measured):
+    if measured["world"] == 1:
+        assert measured["validation"]["loss"] == pytest.approx(measured["validation"]["want"], rel=2e-6)
+
+
+def test_loss_on_the_first_token_is_refused(measured):
+    assert "whose first token has loss" in measured["first"]

@@ -1,0 +1,107 @@
+"""Supervised training on stored ids: verl's SFT trainer with the loss-position head in place of full logits.
+
+`SftEngine` is chosen by verl's engine registry (vendor key ``opsd_sft``). The loss of a step is the mean negative log-likelihood of its
+loss tokens over the whole global batch, whatever the micro-batches and ranks are; optionally times a surprisal gate, which enters no
+denominator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.workers.config import FSDPEngineConfig
+from verl.workers.engine.base import EngineRegistry
+
+from verl_opsd.distill.head import HeadTask
+from verl_opsd.distill.loss import LossSpec
+from verl_opsd.distill.weights import SurprisalGate
+from verl_opsd.errors import OpsdError
+from verl_opsd.verl_adapter.engine import OpsdEngine
+from verl_opsd.verl_adapter.passes import layout_index
+
+
+@dataclass(frozen=True)
+class SftLoss:
+    """How the likelihood is computed and weighted.
+
+    Attributes:
+        chunk: loss positions per chunk of the vocabulary head.
+        gate: (kappa, gamma) of a weight sigmoid(kappa * (log p(token) - gamma)); None: no gate.
+    """
+
+    chunk: int = 256
+    gate: tuple[float, float] | None = None
+
+    @property
+    def spec(self) -> LossSpec:
+        """Of the likelihood."""
+        return LossSpec("nll", weights=() if self.gate is None else (SurprisalGate(*self.gate),))
+
+
+@dataclass
+class SftEngineConfig(FSDPEngineConfig):
+    """verl's configuration of an FSDP engine, and ``sft``: ``chunk``, ``gate`` (``kappa``, ``gamma``, or None)."""
+
+    sft: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> SftLoss:
+        """The loss of these values."""
+        gate = self.sft.get("gate")
+        return SftLoss(
+            int(self.sft.get("chunk", 256)),
+            None if gate is None else (float(gate["kappa"]), float(gate["gamma"])),
+        )
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Predicting positions of a row's loss tokens, int64[N]: t where ``mask[t + 1]`` is 1.
+
+    Raises:
+        OpsdError: the first token has loss.
+    """
+    if bool(mask[:1].any()):
+        raise OpsdError("a row whose first token has loss", "a token needs one before it that predicts it", "correct the mask")
+    return mask[1:].nonzero()[:, 0]
+
+
+@EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device="cuda", vendor="opsd_sft")
+class SftEngine(OpsdEngine):
+    """See the head of this file."""
+
+    engine_config: SftEngineConfig
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
+        """verl's loop over micro-batches; one row each where rows that share a forward would see each other (hybrid layers)."""
+        if not self.shares_forwards():
+            tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+        return super().forward_backward_batch(data, loss_function, forward_only)
+
+    def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> tuple[Tensor, dict]:
+        """One micro-batch; ``loss_function``, verl's own for SFT, names nothing that is not here.
+
+        Returns:
+            The loss times the data-parallel size (FSDP averages over ranks), and verl's record.
+        """
+        batch, loss, ranks = micro_batch.to(get_device_id()), self.engine_config.loss, self.get_data_parallel_size()
+        tu.assign_non_tensor(batch, temperature=1.0)
+        ids, positions = batch["input_ids"].unbind(), [positions_of(m) for m in batch["loss_mask"].unbind()]
+        packed = tu.get_non_tensor_data(batch, "use_remove_padding", True)
+        share = ranks / batch["batch_num_tokens"]
+        task = HeadTask(
+            kind="loss",
+            index_N=layout_index([len(x) for x in ids], positions, packed),
+            labels_N=torch.cat([x[p + 1] for x, p in zip(ids, positions, strict=True)]),
+            coef_N=torch.full((sum(len(p) for p in positions),), share, device=get_device_id()),
+            loss=loss.spec,
+            chunk=loss.chunk,
+        )
+        out = self.run(batch, task).sum()
+        record = {"model_output": {}, "loss": self.over_sequence(out).item(), "metrics": {}}
+        return out * self.ulysses_sequence_parallel_size, record

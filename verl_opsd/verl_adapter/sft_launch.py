@@ -1,0 +1,366 @@
+"""Before and after a warm start (``+recipe=warm_start``): what is checked and written before verl loads a model.
+
+Under torchrun every rank comes here; rank 0 writes, the others wait for what it has written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from verl_opsd.config import GateConfig, build_section
+from verl_opsd.corpus.curriculum import Entry, Phase, schedule
+from verl_opsd.corpus.records import read_manifest, read_rows
+from verl_opsd.errors import OpsdError
+from verl_opsd.rundir import RunDir, file_hash, write_json
+from verl_opsd.verl_adapter.keys import check_keys
+
+#: Seconds that ranks wait for rank 0's files.
+WAIT_S = 300.0
+DATASET = ("pkg://verl_opsd.verl_adapter.sft_data", "CorpusDataset")
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """The loss; see ``verl_adapter.sft``."""
+
+    chunk: int = 256
+    gate: GateConfig | None = None
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    """Buckets with their weights, and epochs; see ``corpus.curriculum``."""
+
+    buckets: dict[str, float]
+    epochs: int = 1
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """The ``opsd`` section of a warm start.
+
+    Attributes:
+        corpora: bucket -> folder of a corpus. phases: in order, by name.
+        seed: of the order of rows.
+    """
+
+    recipe: str
+    scale: Literal["local", "smollm", "gpu1", "gpu2", "gpu8"]
+    corpora: dict[str, str]
+    phases: dict[str, PhaseConfig]
+    student: Literal["", "tiny", "smollm"] = ""
+    seed: int = 0
+    sft: SftConfig = field(default_factory=SftConfig)
+
+
+def parse(config: DictConfig) -> WarmStartConfig:
+    """The section, validated with verl's keys.
+
+    Raises:
+        OpsdError: a key that nothing reads, a value out of range, or verl's keys that contradict the section.
+    """
+    if OmegaConf.is_missing(config, "corpus"):
+        raise OpsdError("corpus not set", "there is no default", "give corpus=FOLDER of `opsd corpus build`")
+    check_keys(config, _reference())
+    opsd: WarmStartConfig = build_section(WarmStartConfig, OmegaConf.to_container(config.opsd, resolve=True), "opsd")
+    sft, trainer, data = opsd.sft, config.trainer, config.data
+    files = tuple(str(RunDir.from_env().path / "data" / f"{k}.json") for k in ("train", "validation"))
+    frequencies = (trainer.save_freq, trainer.test_freq)
+    rules = [
+        (sft.chunk < 1, f"opsd.sft.chunk={sft.chunk}", "a chunk holds at least one loss position", "raise it"),
+        (
+            config.engine.strategy != "fsdp2",
+            f"engine.strategy={config.engine.strategy}",
+            "the engine runs under FSDP2 only",
+            "leave it out",
+        ),
+        (
+            config.engine.get("_target_") != "verl_opsd.verl_adapter.sft.SftEngineConfig"
+            or OmegaConf.to_container(config.engine.sft, resolve=True) != OmegaConf.to_container(config.opsd.sft, resolve=True),
+            f"engine._target_={config.engine.get('_target_')} sft={config.engine.get('sft')}",
+            "the loss is opsd.sft, and the engine that computes it is this project's",
+            "set opsd.sft, and leave engine._target_ and engine.sft out",
+        ),
+        (
+            (data.train_files, data.val_files) != files or (data.custom_cls.path, data.custom_cls.name) != DATASET,
+            f"data.train_files={data.train_files} val_files={data.val_files} custom_cls={data.custom_cls}",
+            "what is trained on are the stored ids of opsd.corpora",
+            "leave these keys out and set corpus or opsd.corpora",
+        ),
+        (
+            trainer.total_epochs != 1 or trainer.total_training_steps is not None,
+            f"trainer.total_epochs={trainer.total_epochs} total_training_steps={trainer.total_training_steps}",
+            "epochs are those of opsd.phases, which verl goes through once",
+            "set opsd.phases.NAME.epochs",
+        ),
+        (data.pad_mode != "no_padding", f"data.pad_mode={data.pad_mode}", "rows keep their length", "leave it out"),
+        (
+            (data.train_max_samples, data.val_max_samples) != (-1, -1),
+            f"data.train_max_samples={data.train_max_samples} val_max_samples={data.val_max_samples}",
+            "the schedule says what is trained on",
+            "set the weights of opsd.phases",
+        ),
+        (
+            not all(isinstance(f, int) for f in frequencies),
+            f"trainer.save_freq, test_freq = {frequencies}",
+            "both are numbers of steps",
+            "give numbers; -1 saves and validates after the last step only",
+        ),
+        (
+            config.model.use_fused_kernels,
+            "model.use_fused_kernels=true",
+            "fused kernels bypass the vocabulary head",
+            "set it to false",
+        ),
+    ]
+    for broken, what, rule, way_out in rules:
+        if broken:
+            raise OpsdError(what, rule, way_out)
+    return opsd
+
+
+def _reference() -> dict[str, Any]:
+    """verl's whole configuration of its SFT trainer, as its files say."""
+    root = importlib.resources.files("verl.trainer.config")
+    main: Any = OmegaConf.to_container(OmegaConf.create((root / "sft_trainer_engine.yaml").read_text()))
+    defaults = main.pop("defaults")
+    for entry in defaults:
+        if isinstance(entry, dict):
+            ((group, name),) = entry.items()
+            folder, _, key = group.partition("@")
+            main[key] = OmegaConf.to_container(OmegaConf.create((root / folder / f"{name}.yaml").read_text()))
+            main[key].pop("defaults", None)
+    return main
+
+
+def prepare(config: DictConfig, run: RunDir, ranks: int) -> dict[str, Any]:
+    """Checks corpora against the model, and writes the schedules. Returns what is trained on, in numbers.
+
+    Raises:
+        OpsdError: a corpus that fails a gate or has changed, corpora of two tokenizers or contracts, rows longer than a pass, or a batch
+            that the ranks can't share.
+    """
+    opsd = parse(config)
+    _model(opsd, str(config.model.path))
+    folders = {name: Path(path).expanduser().resolve() for name, path in opsd.corpora.items()}
+    manifests = {name: read_manifest(path) for name, path in folders.items()}
+    tokenizer = _same_corpora(folders, manifests, str(config.model.path))
+    batch, sp = config.data.train_batch_size, config.engine.ulysses_sequence_parallel_size
+    if batch < 1 or batch * sp % ranks:
+        raise OpsdError(
+            f"data.train_batch_size={batch} on {ranks} ranks, {sp} of which share a sequence",
+            "a batch is shared out evenly",
+            "choose a multiple of the ranks",
+        )
+    phases = [Phase(dict(p.buckets), p.epochs) for p in opsd.phases.values()]
+    entries = schedule({n: m["files"]["train"]["rows"] for n, m in manifests.items()}, phases, batch, opsd.seed)
+    held: list[Entry] = [
+        (n, i) for n, m in manifests.items() if "validation" in m["files"] for i in range(m["files"]["validation"]["rows"])
+    ]
+    held += [("", -1)] * (-len(held) % batch)
+    if config.trainer.test_freq > 0 and not held:
+        raise OpsdError(
+            f"trainer.test_freq={config.trainer.test_freq} without validation rows",
+            "a validation loss needs rows that are held out",
+            "build the corpus with --validation, or set trainer.test_freq=-1",
+        )
+    longest = _lengths(config, folders, manifests, entries, held)
+    for split, chosen in (("train", entries), ("validation", held)):
+        files = {n: str(folders[n] / m["files"][split]["name"]) for n, m in manifests.items() if split in m["files"]}
+        write_json(
+            run.path / "data" / f"{split}.json",
+            {"tokenizer": tokenizer, "files": files, "entries": [list(e) for e in chosen], "shuffled": split == "train"},
+        )
+    return {
+        "rows": sum(e[1] >= 0 for e in entries),
+        "padding_rows": sum(e[1] < 0 for e in entries),
+        "steps": len(entries) // batch,
+        "validation_rows": sum(e[1] >= 0 for e in held),
+        "longest": longest,
+        "corpora": {n: {"path": str(p), "manifest": file_hash(p / "corpus.json")} for n, p in folders.items()},
+    }
+
+
+def _model(opsd: WarmStartConfig, path: str) -> None:
+    from verl_opsd.paths import cache_dir
+    from verl_opsd.verl_adapter.requirements import check_model_path
+
+    if opsd.student == "tiny":
+        from verl_opsd.models.tiny import ensure_tiny
+
+        ensure_tiny(cache_dir() / "models")
+    elif opsd.student == "smollm":
+        from verl_opsd.models.smollm import ensure_smollm
+
+        ensure_smollm(cache_dir() / "models")
+    check_model_path(path, "model.path")
+
+
+def _same_corpora(folders: dict[str, Path], manifests: dict[str, dict[str, Any]], model: str) -> str:
+    """The SHA-256 of the tokenizer that all corpora and the model share."""
+    from transformers import AutoTokenizer
+
+    from verl_opsd.contract import EvalContract
+    from verl_opsd.corpus.rerender import tokenizer_hash
+
+    own = tokenizer_hash(AutoTokenizer.from_pretrained(model))
+    first: EvalContract | None = None
+    for name, m in manifests.items():
+        where = f"corpus {name} ({folders[name]})"
+        for entry in m["files"].values():
+            if (found := file_hash(folders[name] / entry["name"])) != entry["sha256"]:
+                raise OpsdError(
+                    f"{where}: {entry['name']} has SHA-256 {found[:12]}, its manifest says {entry['sha256'][:12]}",
+                    "gate file_hash: a corpus is trained on as it was built",
+                    "build it again",
+                )
+        broken = [g["gate"] for g in m["gates"] if g["verdict"] != "pass"]
+        if broken:
+            raise OpsdError(f"{where}: gates {', '.join(broken)} did not pass", "gates fail closed", "build it again")
+        if m["tokenizer"] != own:
+            raise OpsdError(
+                f"{where} of tokenizer {m['tokenizer'][:12]}, model.path={model} of {own[:12]}",
+                "ids are trained on as they were recorded, so the model reads them with the tokenizer that made them",
+                "train the model that the corpus was recorded with, or one of its family",
+            )
+        if m["contract_hashes"]:
+            contract = dataclasses.replace(EvalContract.from_dict(m["contract"]), dataset_hash="")
+            first = first or contract
+            first.require_same(contract, where)
+    return own
+
+
+def _lengths(
+    config: DictConfig,
+    folders: dict[str, Path],
+    manifests: dict[str, dict[str, Any]],
+    entries: list[Entry],
+    held: list[Entry],
+) -> int:
+    """The longest row; every one that is used fits into the model and into a micro-batch."""
+    from transformers import AutoConfig
+
+    used = {(split, e) for split, some in (("train", entries), ("validation", held)) for e in some if e[1] >= 0}
+    lengths = {
+        (split, (name, i)): len(row.input_ids)
+        for name, m in manifests.items()
+        for split, entry in m["files"].items()
+        for i, row in enumerate(read_rows(folders[name] / entry["name"]))
+    }
+    longest = max(lengths[k] for k in used)
+    places = getattr(AutoConfig.from_pretrained(str(config.model.path)).get_text_config(), "max_position_embeddings", longest)
+    limit = (
+        config.data.max_token_len_per_gpu * config.engine.ulysses_sequence_parallel_size
+        if config.data.use_dynamic_bsz
+        else longest
+    )
+    if longest > min(places, limit):
+        raise OpsdError(
+            f"a row of {longest} tokens; the model has {places} positions, a micro-batch data.max_token_len_per_gpu={limit}",
+            "a row is trained on whole",
+            "raise data.max_token_len_per_gpu, or build the corpus of shorter runs",
+        )
+    return longest
+
+
+class WarmStartCallback(Callback):
+    """Hydra's callback of the recipe. Hydra swallows exceptions of callbacks, so every refusal leaves as ``SystemExit(2)``."""
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Raises:
+        SystemExit: 2, after the error was printed.
+        """
+        run, rank, ranks = RunDir.from_env(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        try:
+            if rank == 0:
+                self._start(config, run, ranks)
+            else:
+                _wait(run, os.environ["OPSD_START"])
+            return
+        except OpsdError as e:
+            print(f"error: {e}", file=sys.stderr, flush=True)
+        except Exception:
+            traceback.print_exc()
+            print("error: preparing the run failed (traceback above); nothing was started", file=sys.stderr, flush=True)
+        if rank == 0:
+            write_json(run.path / "data" / "start.json", {"start": os.environ["OPSD_START"], "refused": True})
+        raise SystemExit(2)
+
+    def _start(self, config: DictConfig, run: RunDir, ranks: int) -> None:
+        from verl_opsd.verl_adapter.requirements import require_plugin
+
+        require_plugin()
+        before = _trained_on(run)
+        print(f"verl-opsd: recipe=warm_start run directory {run.path}", flush=True)
+        found = prepare(config, run, ranks)
+        if before is not None and before != (after := _trained_on(run)) and any(run.path.glob("checkpoints/global_step_*")):
+            for split, text in before.items():
+                (run.path / "data" / f"{split}.json").write_text(text)
+            raise OpsdError(
+                f"{run.path} holds checkpoints of another schedule ({[k for k in before if before[k] != (after or {}).get(k)]})",
+                "a run is continued on the rows that it was started with",
+                "start in another hydra.run.dir, or restore the corpus and the phases",
+            )
+        write_json(
+            run.path / "meta.json",
+            {
+                "argv": sys.argv,
+                "started": time.time(),
+                "student": str(config.model.path),
+                "ranks": ranks,
+                "trained_on": found,
+                "config": OmegaConf.to_container(
+                    OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"]), resolve=False
+                ),
+            },
+        )
+        print(
+            f"verl-opsd: {found['rows']} rows in {found['steps']} steps, {found['validation_rows']} rows held out, "
+            f"the longest row has {found['longest']} tokens",
+            flush=True,
+        )
+        write_json(run.path / "data" / "start.json", {"start": os.environ["OPSD_START"], "refused": False})
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Names the cause of a failure, and where things are."""
+        run = RunDir.from_env() if "OPSD_RUN_DIR" in os.environ else RunDir(config.hydra.runtime.output_dir)
+        if job_return.status == JobStatus.FAILED:
+            print(f"error: {job_return._return_value}\nverl-opsd: run directory {run.path}", file=sys.stderr, flush=True)
+        elif os.environ.get("RANK", "0") == "0":
+            print(f"verl-opsd: losses in {run.path}/metrics.jsonl, checkpoints in {run.path}/checkpoints", flush=True)
+
+
+def _trained_on(run: RunDir) -> dict[str, str] | None:
+    files = {k: run.path / "data" / f"{k}.json" for k in ("train", "validation")}
+    return {k: p.read_text() for k, p in files.items()} if all(p.is_file() for p in files.values()) else None
+
+
+def _wait(run: RunDir, start: str) -> None:
+    """Until rank 0 of this very start has prepared the run.
+
+    Raises:
+        OpsdError: it was refused there, or took too long.
+    """
+    path, until = run.path / "data" / "start.json", time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        if path.is_file() and (found := json.loads(path.read_text()))["start"] == start:
+            if found["refused"]:
+                raise OpsdError("rank 0 has refused this run", "its error is above", "correct it")
+            return
+        time.sleep(0.2)
+    raise OpsdError(
+        f"no {path} after {WAIT_S:.0f} s", "rank 0 prepares the run", "see its output; set hydra.run.dir on every node"
+    )
