@@ -56,7 +56,7 @@ def _raw(config: Any) -> Any:
 
 
 def _compare(given: dict[Any, Any], reference: dict[Any, Any], where: str, unknown: dict[str, str]) -> None:
-    known = set(reference) | UNLISTED.get(where, set()) | _fields(reference.get("_target_"))
+    known = set(reference) | UNLISTED.get(where, set()) | _fields(reference.get("_target_")) | _fields(given.get("_target_"))
     for key, value in given.items():
         path = f"{where}.{key}" if where else str(key)
         if key not in known:

@@ -1,0 +1,192 @@
+"""Makes the warm tiny student: scripted experts, corpus, supervised training, export, and what it can do before and after.
+
+    python benchmarks/warm_student.py OUT [--steps N] [--lr X]
+
+Experts play the training pairs of the pocket tasks with their gold patches, in the real harness, sandbox and grader; what passes on the
+merged tree becomes a corpus; verl's SFT trainer trains the tiny student on it; then the untouched and the trained student play the
+trained pairs and the pairs of the family that it has never seen. The student learns the experts' replies by heart: it shows agents that
+act, not a model that can program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+
+from verl_opsd.config import SandboxConfig
+from verl_opsd.contract import EvalContract
+from verl_opsd.cooperbench.dataset import load_subset
+from verl_opsd.cooperbench.grading import grade_pair
+from verl_opsd.cooperbench.harness import run_pair
+from verl_opsd.cooperbench.prepare import load_prepared
+from verl_opsd.cooperbench.types import PairTask
+from verl_opsd.evaluation.report import standings
+from verl_opsd.models.tiny import ensure_tiny
+from verl_opsd.paths import cache_dir
+from verl_opsd.rundir import RunDir, write_json
+from verl_opsd.tokens import Episode, EpisodeStore, Gateway, Generation
+from verl_opsd.verl_adapter.rollout.engine_core import EngineCore, Request
+from verl_opsd.verl_adapter.rollout.engine_thread import EngineThread
+from verl_opsd.verl_adapter.rollout.sampling import SamplingParams
+from verl_opsd.verl_adapter.rollout.scripted import reply_text
+
+PUBLISH = "git add -A && git commit -qm work && git push -q && gh pr create --title work --body work"
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+#: The contract of the demo (hydra_conf/contract/local.yaml), with room for an expert's reply.
+LIMITS = {
+    "step_limit": 4,
+    "command_timeout_s": 20.0,
+    "wall_limit_s": 120.0,
+    "max_tokens": 640,
+    "context_length": 12288,
+    "concurrency": 2,
+}
+
+
+def expert(pair: PairTask, feature: int) -> list[dict[str, str]]:
+    """Replies of an expert: apply the gold patch and publish, then submit."""
+    patch = (pair.task_dir / f"feature{feature}" / "feature.patch").read_text()
+    return [{"command": f"git apply <<'P' && {PUBLISH}\n{patch}P"}, {"command": SUBMIT}]
+
+
+class LocalEngine:
+    """The gateway's engine over the embedded one; with a script its replies are forced."""
+
+    def __init__(self, thread: EngineThread, tokenizer: Any, script: dict[str, list[dict[str, str]]] | None):
+        self.thread, self.tokenizer, self.script = thread, tokenizer, script
+
+    async def generate(self, prompt_ids, *, session, turn, sampling) -> Generation:
+        forced = None
+        if self.script is not None:
+            text = reply_text(self.script[session.split("/")[1]][turn])
+            ids = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+            forced = np.asarray(ids, np.int32)
+        params = SamplingParams(
+            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, max_tokens=sampling.max_tokens
+        )
+        request = Request(uuid.uuid4().hex, np.asarray(prompt_ids, np.int32), params, session, turn, forced)
+        out = await asyncio.wrap_future(self.thread.generate(request))
+        return Generation(out.token_ids, out.logprobs, out.stop_reason, 0)
+
+
+def play(model: Path, pairs: list[PairTask], run: Path, scripted: bool, seed: int = 0, repeats: int = 1) -> list[Episode]:
+    """Plays pairs with a model and records them as a run directory.
+
+    Args:
+        scripted: force the experts' replies through the model.
+        repeats: episodes of each pair.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder
+    from verl_opsd.verl_adapter.launch import freeze_contract, prepare_missing
+    from verl_opsd.verl_adapter.rollout.kv import ATTENTION
+
+    opsd: Any = dataclasses.make_dataclass("Parts", ["contract", "sandbox"])(EvalContract(**LIMITS), SandboxConfig())
+    prepare_missing(opsd, pairs)
+    contract = freeze_contract(opsd, pairs, str(model))
+    write_json(run / "contract.json", contract.as_dict())
+    write_json(run / "meta.json", {"student": str(model)})
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=ATTENTION).eval()
+    core = EngineCore(loaded.requires_grad_(False), {tokenizer.eos_token_id}, contract.context_length, seed=seed)
+    thread, store = EngineThread(core), EpisodeStore(RunDir(run).episodes)
+    builder = VerlTokenBuilder(tokenizer, AutoConfig.from_pretrained(model).model_type)
+    parser = VerlReplyParser(tokenizer, contract.tool_parser)
+
+    async def one(pair: PairTask, name: str, executor: ThreadPoolExecutor) -> Episode:
+        script = {f"agent{i + 1}": expert(pair, f) for i, f in enumerate(pair.features)} if scripted else None
+        gateway = Gateway(LocalEngine(thread, tokenizer, script), builder, parser, contract)
+        sessions = {a: gateway.session(name, a) for a in ("agent1", "agent2")}
+        prepared, started = load_prepared(cache_dir(), pair.repo, pair.task_id), time.time()
+        done = await run_pair(
+            pair,
+            prepared,
+            sessions,
+            contract,
+            work_dir=run / "work",
+            loop=asyncio.get_running_loop(),
+            executor=executor,
+            episode_id=name,
+        )
+        patches = [a.patch for a in done.agents]
+        grade = await asyncio.get_running_loop().run_in_executor(executor, lambda: grade_pair(pair, prepared, *patches))
+        return Episode(
+            episode_id=name,
+            repo=pair.repo,
+            task_id=pair.task_id,
+            features=pair.features,
+            split=pair.split,
+            contract_hash=contract.hash,
+            outcome="scored",
+            turns=tuple(t for s in sessions.values() for t in s.records()),
+            agents=done.agents,
+            grade=grade,
+            actor_brief_kind="none",
+            model_version=0,
+            near_benchmark=pair.near_benchmark,
+            t_start=started,
+            t_end=time.time(),
+            messages=done.messages,
+        )
+
+    async def every() -> None:
+        with ThreadPoolExecutor(4) as executor:
+            for r in range(repeats):
+                for i, pair in enumerate(pairs):
+                    store.write(await one(pair, f"{pair.split}-{r:05d}-{i:05d}-0", executor))
+
+    try:
+        asyncio.run(every())
+    finally:
+        thread.close()
+    return list(store.episodes())
+
+
+def train(corpus: Path, model: Path, run: Path, epochs: int, lr: float, *more: str) -> None:
+    """verl's SFT trainer on a corpus."""
+    command = [sys.executable, "-m", "verl.trainer.sft_trainer", "+recipe=warm_start", "sft_scale=local", f"corpus={corpus}"]
+    command += [f"model.path={model}", f"opsd.phases.all.epochs={epochs}", f"optim.lr={lr}", f"hydra.run.dir={run}", *more]
+    subprocess.run(command, check=True)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("out", type=Path)
+    p.add_argument("--epochs", type=int, default=40)
+    p.add_argument("--lr", type=float, default=2e-3)
+    p.add_argument("--repeats", type=int, default=2)
+    args = p.parse_args()
+    train_pairs, unseen = load_subset("pocket_train", split="train"), load_subset("pocket_eval", split="eval")
+    student = ensure_tiny(cache_dir() / "models")
+    started = time.time()
+    episodes = play(student, train_pairs, args.out / "experts", scripted=True)
+    print("experts", json.dumps(standings(episodes)["features"]), f"{time.time() - started:.0f} s", flush=True)
+    for e in episodes:
+        print(
+            e.repo,
+            e.features,
+            [f.passed for f in e.grade.features],
+            e.grade.merge,
+            [len(t.new_ids) for t in e.turns],
+            [len(t.response_ids) for t in e.turns],
+        )
+
+
+if __name__ == "__main__":
+    main()
