@@ -72,8 +72,11 @@ def parse(config: DictConfig) -> WarmStartConfig:
     Raises:
         OpsdError: a key that nothing reads, a value out of range, or verl's keys that contradict the section.
     """
-    if OmegaConf.is_missing(config, "corpus"):
-        raise OpsdError("corpus not set", "there is no default", "give corpus=FOLDER of `opsd corpus build`")
+    missing = [str(k) for k in config if OmegaConf.is_missing(config, k)]
+    if missing:
+        raise OpsdError(
+            f"{', '.join(missing)} not set", "there is no default", "give KEY=FOLDER, a folder of `opsd corpus build`"
+        )
     check_keys(config, _reference())
     opsd: WarmStartConfig = build_section(WarmStartConfig, OmegaConf.to_container(config.opsd, resolve=True), "opsd")
     sft, trainer, data = opsd.sft, config.trainer, config.data
