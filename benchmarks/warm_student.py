@@ -165,27 +165,65 @@ def train(corpus: Path, model: Path, run: Path, epochs: int, lr: float, *more: s
     subprocess.run(command, check=True)
 
 
+def build_corpus(runs: list[Path], out: Path) -> None:
+    """`opsd corpus build`; the experts of one feature write the same in every pair, which is what is wanted here."""
+    command = [sys.executable, "-m", "verl_opsd.cli.main", "corpus", "build", *map(str, runs), "--out", str(out)]
+    subprocess.run([*command, "--eval", "pocket_eval", "--near-duplicate", "off"], check=True)
+
+
+def export(checkpoint: Path, out: Path) -> None:
+    """`opsd export`."""
+    subprocess.run([sys.executable, "-m", "verl_opsd.cli.main", "export", str(checkpoint), "--out", str(out)], check=True)
+
+
+def table(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Passes before and after, with 95% Wilson intervals."""
+    lines = ["| family | what | untouched | trained |", "|---|---|---|---|"]
+    for family in before:
+        for what in ("features", "pairs"):
+            cells = []
+            for found in (before[family][what], after[family][what]):
+                low, high = found["ci95"]
+                cells.append(f"{found['passed']} of {found['total']} ({low:.0%} to {high:.0%})")
+            lines.append(f"| {family} | {what} passed | {cells[0]} | {cells[1]} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    p = argparse.ArgumentParser()
+    """Runs every step; a step whose folder is there is not run again."""
+    p = argparse.ArgumentParser(description="Makes the warm tiny student.")
     p.add_argument("out", type=Path)
-    p.add_argument("--epochs", type=int, default=40)
-    p.add_argument("--lr", type=float, default=2e-3)
-    p.add_argument("--repeats", type=int, default=2)
+    p.add_argument("--epochs", type=int, default=30)
+    p.add_argument("--lr", type=float, default=5e-3)
+    p.add_argument("--repeats", type=int, default=4, help="episodes of each pair, before and after")
     args = p.parse_args()
-    train_pairs, unseen = load_subset("pocket_train", split="train"), load_subset("pocket_eval", split="eval")
+    out, started = args.out, time.time()
     student = ensure_tiny(cache_dir() / "models")
-    started = time.time()
-    episodes = play(student, train_pairs, args.out / "experts", scripted=True)
-    print("experts", json.dumps(standings(episodes)["features"]), f"{time.time() - started:.0f} s", flush=True)
-    for e in episodes:
-        print(
-            e.repo,
-            e.features,
-            [f.passed for f in e.grade.features],
-            e.grade.merge,
-            [len(t.new_ids) for t in e.turns],
-            [len(t.response_ids) for t in e.turns],
-        )
+    experts = load_subset("pocket_train", split="train")
+    if not (out / "corpus").exists():
+        if not (out / "experts").exists():
+            play(student, experts, out / "experts", scripted=True)
+        build_corpus([out / "experts"], out / "corpus")
+    if not (out / "student").exists():
+        train(out / "corpus", student, out / "sft", args.epochs, args.lr, "optim.clip_grad=1.0", "optim.weight_decay=0.0")
+        step = (out / "sft" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
+        export(out / "sft" / "checkpoints" / f"global_step_{step}", out / "student")
+    passed = {
+        (e.repo, e.features) for e in EpisodeStore(out / "experts" / "episodes").episodes() if e.grade and e.grade.reward == 1
+    }
+    families = {
+        "trained pairs": [p for p in experts if (p.repo, p.features) in passed],
+        "unseen family (inifile)": load_subset("pocket_eval", split="eval"),
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for arm, model in (("untouched", student), ("trained", out / "student")):
+        found[arm] = {}
+        for i, (family, pairs) in enumerate(families.items()):
+            run = out / f"{arm}-{i}"
+            played = list(EpisodeStore(run / "episodes").episodes()) if (run / "episodes").exists() else None
+            found[arm][family] = standings(played or play(model, pairs, run, scripted=False, seed=1, repeats=args.repeats))
+    print(table(found["untouched"], found["trained"]))
+    print(f"{time.time() - started:.0f} s")
 
 
 if __name__ == "__main__":
