@@ -103,5 +103,5 @@ class SftEngine(OpsdEngine):
             chunk=loss.chunk,
         )
         out = self.run(batch, task).sum()
-        record = {"model_output": {}, "loss": self.over_sequence(out).item(), "metrics": {}}
+        record: dict[str, Any] = {"model_output": {}, "loss": self.over_sequence(out).item(), "metrics": {}}
         return out * self.ulysses_sequence_parallel_size, record
