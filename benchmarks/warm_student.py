@@ -28,15 +28,17 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
 from verl_opsd.config import SandboxConfig
 from verl_opsd.contract import EvalContract
-from verl_opsd.cooperbench.dataset import load_subset
+from verl_opsd.cooperbench.dataset import load_subset, tree_hash
 from verl_opsd.cooperbench.grading import grade_pair
 from verl_opsd.cooperbench.harness import run_pair
+from verl_opsd.cooperbench.identity import harness_identity, identity_string
 from verl_opsd.cooperbench.prepare import load_prepared
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.evaluation.report import standings
 from verl_opsd.models.tiny import ensure_tiny
 from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
+from verl_opsd.teachers.cache import tokenizer_hash
 from verl_opsd.tokens import Episode, EpisodeStore, Gateway, Generation
 from verl_opsd.verl_adapter.rollout.engine_core import EngineCore, Request
 from verl_opsd.verl_adapter.rollout.engine_thread import EngineThread
@@ -93,15 +95,22 @@ def play(model: Path, pairs: list[PairTask], run: Path, scripted: bool, seed: in
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder
-    from verl_opsd.verl_adapter.launch import freeze_contract, prepare_missing
+    from verl_opsd.verl_adapter.launch import prepare_missing
     from verl_opsd.verl_adapter.rollout.kv import ATTENTION
 
     opsd: Any = dataclasses.make_dataclass("Parts", ["contract", "sandbox"])(EvalContract(**LIMITS), SandboxConfig())
     prepare_missing(opsd, pairs)
-    contract = freeze_contract(opsd, pairs, str(model))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    contract = dataclasses.replace(
+        opsd.contract,
+        harness=identity_string(),
+        templates_hash=harness_identity()["templates_hash"],
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        dataset_hash=tree_hash(sorted({p.task_dir for p in pairs})),
+        serving="embedded engine in this process",
+    )
     write_json(run / "contract.json", contract.as_dict())
     write_json(run / "meta.json", {"student": str(model)})
-    tokenizer = AutoTokenizer.from_pretrained(model)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=ATTENTION).eval()
     core = EngineCore(loaded.requires_grad_(False), {tokenizer.eos_token_id}, contract.context_length, seed=seed)
     thread, store = EngineThread(core), EpisodeStore(RunDir(run).episodes)
@@ -136,7 +145,7 @@ def play(model: Path, pairs: list[PairTask], run: Path, scripted: bool, seed: in
             turns=tuple(t for s in sessions.values() for t in s.records()),
             agents=done.agents,
             grade=grade,
-            actor_brief_kind="none",
+            brief_kinds={},
             model_version=0,
             near_benchmark=pair.near_benchmark,
             t_start=started,

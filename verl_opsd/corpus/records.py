@@ -70,7 +70,8 @@ class CorpusRow:
         source: name of the run or file that it comes from.
         origin: ``recorded`` at the gateway, or ``rendered`` from chat messages.
         input_ids, loss_mask, turn_index, token_class, logprobs: length T each, as in ``tokens.records.Trajectory``.
-        passed, pair_passed: whether this agent's feature, and both, passed on the merged tree.
+        passed, pair_passed: whether this agent's feature, and both, earned reward on the merged tree.
+        actor_brief_kind: the strongest brief in a prompt of the pair.
         row_hash: SHA-256 over every other field; see :meth:`computed_hash`.
     """
 
@@ -122,7 +123,7 @@ class CorpusRow:
 def row_of(source: str, episode: Episode, trajectory: Trajectory) -> CorpusRow:
     """The row of one branch of a scored episode."""
     assert episode.grade is not None
-    passed = {f.feature_id: f.passed for f in episode.grade.features}
+    passed = {f.feature_id: f.earned for f in episode.grade.features}
     feature = next(a.feature_id for a in episode.agents if a.agent_id == trajectory.agent_id)
     return CorpusRow(
         source=source,

@@ -6,8 +6,6 @@ truth. Rendering is a check, never a source of training ids.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,7 +30,7 @@ class Rendering:
         decode: text of ids, special tokens kept.
         tools: tool definitions of every call.
         turn_end: text of the token that ends a turn.
-        tokenizer: SHA-256 of the tokenizer (:func:`tokenizer_hash`).
+        tokenizer: SHA-256 of the tokenizer (``teachers.cache.tokenizer_hash``).
     """
 
     builder: TokenBuilder
@@ -41,12 +39,6 @@ class Rendering:
     tools: Tools
     turn_end: str
     tokenizer: str
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 (hex) over the vocabulary, entry by entry, and the id that ends a turn."""
-    entries = sorted((int(i), text) for text, i in tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps([entries, tokenizer.eos_token_id]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from verl_opsd.tokens.classes import token_classes
 from verl_opsd.tokens.records import Episode, Ids, TurnKind
 from verl_opsd.tokens.store import EpisodeStore
 
+#: Fields of a contract that say which tasks a run touched, and nothing about how.
+TOUCHED = ("dataset_hash", "subset_hash")
 #: Kinds of turns that are trained on: replies that the harness took. Summaries and refused replies are context.
 LOSS_KINDS: tuple[TurnKind, ...] = ("policy",)
 
@@ -92,13 +94,11 @@ class Selection:
 
 
 def open_sources(runs: Sequence[Path]) -> list[Source]:
-    """The runs' stores; all of one contract, but for the hash of the tasks that each run touched.
+    """The runs' stores; all of one contract, but for the tasks that each run touched.
 
     Raises:
         OpsdError: a directory that is no run, runs of two contracts, or two of one name.
     """
-    import dataclasses
-
     sources: list[Source] = []
     for path in runs:
         run = RunDir(path)
@@ -106,8 +106,7 @@ def open_sources(runs: Sequence[Path]) -> list[Source]:
             raise OpsdError(f"{path}", "a source is a run directory with contract.json and episodes/", "name such a directory")
         contract = run.contract()
         if sources:
-            first = dataclasses.replace(sources[0].contract, dataset_hash="")
-            first.require_same(dataclasses.replace(contract, dataset_hash=""), f"run {path}")
+            sources[0].contract.require_same(contract, f"run {path}", without=TOUCHED)
         name = path.resolve().name
         if name in {s.name for s in sources}:
             raise OpsdError(f"two sources named {name}", "rows are told apart by their source's name", "rename a directory")
@@ -130,9 +129,9 @@ def rows_of_episode(
 
 
 def passes(episode: Episode, agent_id: str, level: Literal["feature", "pair"]) -> bool:
-    """The success gate, on the merged tree."""
+    """The success gate, on the merged tree, by the verdict that reward follows."""
     assert episode.grade is not None
-    passed = {f.feature_id: f.passed for f in episode.grade.features}
+    passed = {f.feature_id: f.earned for f in episode.grade.features}
     feature = next(a.feature_id for a in episode.agents if a.agent_id == agent_id)
     return all(passed.values()) if level == "pair" else passed[feature]
 

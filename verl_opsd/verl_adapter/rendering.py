@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_opsd.corpus.rerender import Rendering, tokenizer_hash
+from verl_opsd.corpus.rerender import Rendering
 from verl_opsd.errors import OpsdError
+from verl_opsd.teachers.cache import tokenizer_hash
 from verl_opsd.tokens.gateway import Tools
 
 _ASKED = [{"role": "user", "content": "x"}]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from verl_opsd.corpus.rerender import tokenizer_hash
 from verl_opsd.errors import OpsdError
+from verl_opsd.teachers.cache import tokenizer_hash
 
 
 class CorpusDataset(Dataset):

@@ -5,7 +5,6 @@ Under torchrun every rank comes here; rank 0 writes, the others wait for what it
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.resources
 import json
 import os
@@ -217,7 +216,8 @@ def _same_corpora(folders: dict[str, Path], manifests: dict[str, dict[str, Any]]
     from transformers import AutoTokenizer
 
     from verl_opsd.contract import EvalContract
-    from verl_opsd.corpus.rerender import tokenizer_hash
+    from verl_opsd.corpus.select import TOUCHED
+    from verl_opsd.teachers.cache import tokenizer_hash
 
     own = tokenizer_hash(AutoTokenizer.from_pretrained(model))
     first: EvalContract | None = None
@@ -240,9 +240,9 @@ def _same_corpora(folders: dict[str, Path], manifests: dict[str, dict[str, Any]]
                 "train the model that the corpus was recorded with, or one of its family",
             )
         if m["contract_hashes"]:
-            contract = dataclasses.replace(EvalContract.from_dict(m["contract"]), dataset_hash="")
+            contract = EvalContract.from_dict(m["contract"])
             first = first or contract
-            first.require_same(contract, where)
+            first.require_same(contract, where, without=TOUCHED)
     return own
 
 

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from verl_opsd.corpus.curriculum import Phase, schedule
 from verl_opsd.corpus.records import CORPUS_SCHEMA, CorpusRow, write_rows
-from verl_opsd.corpus.rerender import tokenizer_hash
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import ensure_tiny, make_tokenizer
 from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, file_hash, write_json
+from verl_opsd.teachers.cache import tokenizer_hash
 from verl_opsd.verl_adapter.sft_data import CorpusDataset
 
 
