@@ -32,20 +32,23 @@ def test_sixteen_sandboxes_lose_no_command_and_leave_nothing(make, commands):
     make().close()
     before = set(os.listdir("/proc/self/fd"))
 
-    def work(number: int) -> tuple[int, int, int]:
-        sandbox = make(limits={"memory_bytes": 128 << 20, "processes": 32})
-        answered = killed = 0
+    def work(number: int) -> tuple[list, int, int]:
+        sandbox = make(
+            limits={"memory_bytes": 128 << 20}
+        )  # the default number of processes: the kernel counts the dead for a while
+        wrong, killed = [], 0
         for i in range(commands):
             late = i % 50 == 3
             script = f"sleep 100 & setsid sleep 100 & read x; echo {number}.{i} >> log; echo {number}-{i}-$x"
             script += "; sleep 100" if late else ""
             done = sandbox.run(["bash", "-c", script], timeout_s=5.0 if late else 60, stdin=b"in\n")
-            answered += done.output == f"{number}-{i}-in\n".encode() and done.timed_out == late
+            if (done.output, done.timed_out, done.returncode) != (f"{number}-{i}-in\n".encode(), late, 124 * late):
+                wrong.append((i, done))
             killed += done.timed_out
         lines = (sandbox.spec.workspace / "repo" / "log").read_text().splitlines()
         assert lines == [f"{number}.{i}" for i in range(commands)]
         sandbox.close()
-        return answered, killed, sandbox.uid
+        return wrong, killed, sandbox.uid
 
     started = time.monotonic()
     with ThreadPoolExecutor(SANDBOXES) as pool:
@@ -53,7 +56,7 @@ def test_sixteen_sandboxes_lose_no_command_and_leave_nothing(make, commands):
     seconds = time.monotonic() - started
     rate = SANDBOXES * commands / seconds
     print(f"{SANDBOXES} sandboxes x {commands} commands: {seconds:.0f} s, {rate:.0f} commands a second")
-    assert [answered for answered, _, _ in results] == [commands] * SANDBOXES
+    assert [wrong for wrong, _, _ in results if wrong] == []
     assert [killed for _, killed, _ in results] == [len(range(3, commands, 50))] * SANDBOXES
     uids = [uid for _, _, uid in results]
     assert len(set(uids)) == SANDBOXES and all(FIRST_UID <= uid <= LAST_UID for uid in uids)
