@@ -242,12 +242,30 @@ class SandboxConfig:
 
 
 @dataclass(frozen=True)
+class BudgetConfig:
+    """What a run's episodes may cost, by an estimate before the start.
+
+    Attributes:
+        minutes_per_pair: that an episode with its grade takes, measured; null: what the contract's limits permit at most.
+        sandbox_usd_per_hour: price of one sandbox.
+        max_hours, max_gpu_hours, max_sandbox_usd: a run whose estimate is above one is refused; null: no limit.
+    """
+
+    minutes_per_pair: float | None = None
+    sandbox_usd_per_hour: float = 0.0
+    max_hours: float | None = None
+    max_gpu_hours: float | None = None
+    max_sandbox_usd: float | None = None
+
+
+@dataclass(frozen=True)
 class OpsdConfig:
     """The whole section.
 
     Attributes:
         varies: the one field of the contract in which a corpus, or the jobs of a sweep, may differ; null: none.
         threads: threads of each worker process on the host processor; null: Ray's default, one, or OMP_NUM_THREADS.
+        dry_run: check everything, print what the episodes will take, and stop with exit code 0.
         predictions: file of predictions (``evidence.predictions``), written down before anything starts.
     """
 
@@ -262,6 +280,8 @@ class OpsdConfig:
     gates: GatesConfig = field(default_factory=GatesConfig)
     worth: WorthConfig = field(default_factory=WorthConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    dry_run: bool = False
     student: Literal["", "tiny", "smollm"] = ""
     corpus: str | None = None
     varies: str | None = None
@@ -430,6 +450,12 @@ def _contradictions(c: OpsdConfig) -> None:
             refuse(f"opsd.{name}={value}", f"{name} is at least {least}, or null", "correct the value")
     if min(dataclasses.astuple(c.gates)) < 0:
         refuse(f"opsd.gates {c.gates}", "thresholds are not negative", "correct the value")
+    for key in dataclasses.fields(c.budget):
+        value = getattr(c.budget, key.name)
+        if value is not None and (value < 0 or (value == 0 and key.name == "minutes_per_pair")):
+            refuse(
+                f"opsd.budget.{key.name}={value}", "minutes are above 0, prices and limits not negative", "correct the value"
+            )
     for name in ("turn_half_life", "prefix_half_life"):
         value = getattr(c.loss, name)
         if value is not None and not value > 0:

@@ -39,16 +39,22 @@ class OpsdCallback(Callback):
         self._run: RunDir | None = None
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuses bad input and prepares the run; a refused run leaves no directory behind.
+        """Refuses bad input and prepares the run; a refused run, and a dry one, leaves no directory behind.
 
         Raises:
-            SystemExit: 2, after the error was printed.
+            SystemExit: 2, after the error was printed; 0 after a dry run.
         """
+        from verl_opsd.verl_adapter.budget import DryRun
+
+        code = 2
         kept: set[str] | None = None
         try:
             self._run = RunDir.from_env()
             kept = not_ours(self._run.path, str(OmegaConf.select(config, "hydra.job.name", default="main_ppo")))
             self._start(config, self._run)
+        except DryRun as estimate:
+            print(f"verl-opsd: dry run, nothing was started\n{estimate}", flush=True)
+            code = 0
         except OpsdError as e:
             print(f"error: {e}", file=sys.stderr, flush=True)
         except SystemExit as e:  # a registration of the plugin that failed while a check imported verl's modules
@@ -61,7 +67,7 @@ class OpsdCallback(Callback):
         self._unwatch(started=False)
         if kept is not None and all(name.endswith(".log") for name in kept) and self._run is not None:
             remove_run(self._run.path, kept)
-        raise SystemExit(2)
+        raise SystemExit(code)
 
     def _start(self, config: DictConfig, run: RunDir) -> None:
         from verl_opsd.resume import earlier_meta

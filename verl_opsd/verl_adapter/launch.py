@@ -22,6 +22,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.evidence.predictions import write_down
 from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
+from verl_opsd.verl_adapter import budget
 from verl_opsd.verl_adapter.brief_checks import check_briefs, check_worth, record_briefs, record_worth
 from verl_opsd.verl_adapter.contradictions import check_rounds, check_verl_keys, check_with_verl, data_file
 from verl_opsd.verl_adapter.found import check_siblings, freeze_contract, record_tasks
@@ -214,6 +215,8 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     model_path = check_models(config, opsd)
     train, evaluation = load_pairs(opsd)
     check_rounds(config, len(train))
+    cost = budget.estimate(config, opsd, len(evaluation))
+    budget.require_within(cost, opsd.budget)
     contract = freeze_contract(config, opsd, train, evaluation, model_path)
     if opsd.mode == "offline":
         from verl_opsd.verl_adapter.corpus import check_corpus, corpus_pairs
@@ -223,11 +226,14 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     else:
         briefs = check_briefs(opsd, train, model_path)
     worth = None if opsd.brief.name == "none" else check_worth(opsd)  # the identity arm distils nothing
+    if opsd.dry_run:
+        raise budget.DryRun(cost.text())
     resume.check(run, contract, plain_config(config))
     check_siblings(run, contract, opsd.varies)
     write_data(run, train, "train", batch=config.data.train_batch_size)
     write_data(run, evaluation, "val")
     write_json(run.path / "contract.json", contract.as_dict())
+    budget.record(run, cost, opsd.budget)
     record_tasks(run, opsd, train, evaluation)
     record_briefs(run, opsd, briefs)
     if worth is not None:
