@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -46,6 +48,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Adds `opsd doctor`."""
     p = subparsers.add_parser("doctor", help="check this installation; exit code 1 when something is missing")
     p.add_argument("--sandbox", choices=sorted(BACKENDS), help="run the contract suite of this backend, and nothing else")
+    p.add_argument("--model", help="check this model (folder, hub name, `tiny` or `smollm`), and nothing else")
+    p.add_argument(
+        "--scale", help="whose contract and LoRA targets it is checked against; chosen from the hardware when left out"
+    )
+    p.add_argument("--endpoint", help="address of a server of it, without /v1; a key is read from OPSD_ENDPOINT_KEY")
+    p.add_argument("--served", default="", help="its name there; the first one that is served when left out")
+    p.add_argument("--adapter", help="folder of the trained adapter that is served under that name")
     p.set_defaults(func=run)
 
 
@@ -107,13 +116,14 @@ def devices() -> Iterator[Finding]:
     yield "devices", True, f"{', '.join(names) or 'no accelerator'}; scale={_scale_from_hardware()}"
 
 
-def show(title: str, findings: Iterable[Finding]) -> int:
-    """Prints findings as they come; 1 when one failed."""
+def show(title: str, findings: Iterable[tuple[str, bool | None, str]]) -> int:
+    """Prints findings as they come (None: not checked); 1 when one failed."""
     console, failed = Console(width=140), 0
     console.print(title, style="bold")
     for name, ok, detail in findings:
-        failed += not ok
-        console.print(f"{'ok ' if ok else 'NO '} {name}: {detail}", markup=False, highlight=False)
+        failed += ok is False
+        mark = "ok " if ok else "-- " if ok is None else "NO "
+        console.print(f"{mark} {name}: {detail}", markup=False, highlight=False)
     print(f"{failed} checks failed" if failed else "all checks passed", file=sys.stderr)
     return 1 if failed else 0
 
@@ -132,8 +142,46 @@ def suite(backend: str) -> Iterator[Finding]:
     yield from run_suite(backend, allow_unsafe=True)
 
 
+def model(args: argparse.Namespace) -> Iterator[tuple[str, bool | None, str]]:
+    """A model, its adapter and its server against the contract and the LoRA targets of a scale."""
+    import verl  # noqa: F401  registers the search path of the recipes
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+
+    from verl_opsd.config import OpsdConfig
+    from verl_opsd.plugin import _scale_from_hardware, _student_path
+    from verl_opsd.verl_adapter.model_checks import model_checks
+    from verl_opsd.verl_adapter.requirements import ensure_student
+
+    scale = args.scale or _scale_from_hardware()
+    words = ["+recipe=opd", f"scale={scale}"]
+    for name in ("OPSD_RUN_DIR", "OPSD_RAY_TMP"):  # a job's own environment names them; nothing is written there
+        os.environ.setdefault(name, "opsd-not-yet")
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", words)
+    section: Any = OmegaConf.to_container(config.opsd, resolve=True)
+    opsd = OpsdConfig.parse(section | {"student": args.model if args.model in ("tiny", "smollm") else ""})
+    path = _student_path(args.model) if opsd.student else args.model
+    ensure_student(opsd, path)
+    targets = config.actor_rollout_ref.model.target_modules
+    yield from model_checks(
+        path,
+        opsd.contract,
+        targets if isinstance(targets, str) else list(targets),
+        endpoint=args.endpoint,
+        served=args.served,
+        api_key=os.environ.get("OPSD_ENDPOINT_KEY", ""),
+        adapter=args.adapter,
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Prints every finding; 1 when one failed."""
+    alone = [name for name in ("scale", "endpoint", "served", "adapter") if getattr(args, name)]
+    if alone and not args.model:
+        raise OpsdError(f"opsd doctor --{alone[0]} without --model", "it says how a model is checked", "add --model")
+    if args.model:
+        return show(f"opsd doctor --model {args.model}", model(args))
     if args.sandbox:
         return show(f"opsd doctor --sandbox {args.sandbox}", suite(args.sandbox))
     table = Table(title=f"opsd doctor (Python {sys.version.split()[0]})")
