@@ -13,6 +13,7 @@ from verl_opsd.errors import OpsdError
 def parser() -> argparse.ArgumentParser:
     """The command line; each sub-command sets ``func``, from parsed arguments to the exit code."""
     from verl_opsd.cli import behaviour, briefs, corpus, doctor, evidence, export, matrix, probe, standings, tasks
+    from verl_opsd.cli import behaviour, briefs, corpus, doctor, episodes, evidence, matrix, probe, standings, tasks
 
     p = argparse.ArgumentParser(prog="opsd", description="Tools around on-policy distillation runs of verl.")
     p.add_argument("--version", action="version", version=f"verl-opsd {__version__}")
@@ -27,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     corpus.add_parser(subparsers)
     export.add_parser(subparsers)
     evidence.add_parser(subparsers)
+    episodes.add_parser(subparsers)
     report = subparsers.add_parser("report", help="show the table of a finished run")
     report.add_argument("run", type=Path, help="run directory")
     report.set_defaults(func=_report)
