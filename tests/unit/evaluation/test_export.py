@@ -28,6 +28,7 @@ def talk(name="e0", **more):
         turn("", ("git push", "opened PR for agent1\n", 0), inbox=[("agent2", "ok, b.py")]),
     ]
     two = [turn("hello", (ANSWER, "Message sent to agent1", 0)), turn("", ("pytest", "1 failed" + "x" * 900, 1))]
+    one, two = ([*turns, turn("", ("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", "", 0))] for turns in (one, two))
     graded = {"patches": (PATCH.format("a.py", 1), PATCH.format("b.py", 2)), "passed": (True, False)}
     return episode(name, (one, two), **graded | more)
 
