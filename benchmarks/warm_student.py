@@ -147,7 +147,7 @@ def play(model: Path, pairs: list[PairTask], run: Path, scripted: bool, seed: in
             grade=grade,
             brief_kinds={},
             model_version=0,
-            near_benchmark=pair.near_benchmark,
+            near_benchmark=prepared.near_benchmark,
             t_start=started,
             t_end=time.time(),
             messages=done.messages,
