@@ -12,7 +12,7 @@ from verl_opsd.errors import OpsdError
 
 def parser() -> argparse.ArgumentParser:
     """The command line; each sub-command sets ``func``, from parsed arguments to the exit code."""
-    from verl_opsd.cli import behaviour, briefs, corpus, doctor, episodes, evidence, export, matrix, probe, standings, tasks
+    from verl_opsd.cli import behaviour, briefs, corpus, doctor, episodes, evidence, export, matrix, probe, select, standings, tasks
 
     p = argparse.ArgumentParser(prog="opsd", description="Tools around on-policy distillation runs of verl.")
     p.add_argument("--version", action="version", version=f"verl-opsd {__version__}")
@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     standings.add_parser(subparsers)
     corpus.add_parser(subparsers)
     export.add_parser(subparsers)
+    select.add_parser(subparsers)
     evidence.add_parser(subparsers)
     episodes.add_parser(subparsers)
     report = subparsers.add_parser("report", help="show the table of a finished run")
