@@ -12,7 +12,20 @@ from verl_opsd.errors import OpsdError
 
 def parser() -> argparse.ArgumentParser:
     """The command line; each sub-command sets ``func``, from parsed arguments to the exit code."""
-    from verl_opsd.cli import behaviour, briefs, corpus, doctor, episodes, evidence, export, matrix, probe, select, standings, tasks
+    from verl_opsd.cli import (
+        behaviour,
+        briefs,
+        corpus,
+        doctor,
+        episodes,
+        evidence,
+        export,
+        matrix,
+        probe,
+        select,
+        standings,
+        tasks,
+    )
 
     p = argparse.ArgumentParser(prog="opsd", description="Tools around on-policy distillation runs of verl.")
     p.add_argument("--version", action="version", version=f"verl-opsd {__version__}")
