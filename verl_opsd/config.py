@@ -10,6 +10,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from verl_opsd.config_teacher import TeacherConfig, teacher_contradictions
 from verl_opsd.contract import FOUND, SCHEMA, EvalContract
 from verl_opsd.errors import OpsdError
 
@@ -63,26 +64,6 @@ class BriefConfig:
     max_view_tokens: int | None = None
     too_long: Literal["refuse", "leave_out", "window"] = "refuse"
     window_context: int | None = None
-
-
-@dataclass(frozen=True)
-class TeacherConfig:
-    """Who re-scores the student's tokens.
-
-    ``self``: the student's own base (LoRA adapter off, or the initial weights in full-parameter training).
-    ``frozen``: the student as it was when the run started (a warm-started adapter included). ``ema``: the moving average of its weights,
-    ``decay`` an optimizer step. ``lagged``: the student as it began the round ``lag`` rounds before.
-    ``device``: another model at ``path`` in its own workers (``devices`` of them, each holding the whole model). ``cache``: keep its
-    signal on disk, shared by epochs and runs.
-    """
-
-    kind: Literal["self", "frozen", "ema", "lagged", "device"] = "self"
-    decay: float | None = None
-    lag: int | None = None
-    path: str | None = None
-    devices: int = 1
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -347,7 +328,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             return value
         raise OpsdError(f"{where}={value!r}", f"{where} is one of {', '.join(map(str, args))}", "choose one of them")
     if origin is dict and isinstance(value, dict):
-        return {k: _value(args[1], v, f"{where}.{k}") for k, v in value.items()}
+        return {str(k): _value(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(_value(args[0], v, where) for v in value)
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
@@ -369,29 +350,7 @@ def _contradictions(c: OpsdConfig) -> None:
     def refuse(what: str, rule: str, way_out: str) -> None:
         raise OpsdError(what, rule, way_out)
 
-    if c.teacher.kind == "device" and not c.teacher.path:
-        refuse("opsd.teacher.kind=device without opsd.teacher.path", "a device teacher is another model", "name its path")
-    if c.teacher.devices < 1:
-        refuse(f"opsd.teacher.devices={c.teacher.devices}", "each teacher worker has one device", "use 1 or more")
-    kind = c.teacher.kind
-    if kind != "device" and (c.teacher.path or c.teacher.cache or c.teacher.devices != 1):
-        refuse(
-            f"opsd.teacher.kind={kind} with opsd.teacher.path={c.teacher.path} cache={c.teacher.cache} "
-            f"opsd.teacher.devices={c.teacher.devices}",
-            f"the {kind} teacher is the student's own weights, scored on the student's devices; these keys would be ignored",
-            "leave them out, or use teacher=device",
-        )
-    for name, owner, valid in (
-        ("decay", "ema", c.teacher.decay is not None and 0 <= c.teacher.decay < 1),
-        ("lag", "lagged", c.teacher.lag is not None and c.teacher.lag >= 1),
-    ):
-        value = getattr(c.teacher, name)
-        if (value is not None) != (kind == owner) or (kind == owner and not valid):
-            refuse(
-                f"opsd.teacher.kind={kind} with opsd.teacher.{name}={value}",
-                f"{name} belongs to the {owner} teacher: decay in [0, 1) an optimizer step, lag in rounds, 1 or more",
-                f"use teacher={owner} opsd.teacher.{name}=NUMBER, or remove the key",
-            )
+    teacher_contradictions(c.teacher, c.loss)
     if ("workflow" in c.brief.name.split("+")) != bool(c.brief.files):
         refuse(
             f"opsd.brief.name={c.brief.name} with opsd.brief.files={c.brief.files}",

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from verl_opsd import SUPPORTED_VERL
 from verl_opsd.paths import cache_dir
@@ -37,18 +38,20 @@ def register_resolvers() -> None:
 
     OmegaConf.register_new_resolver("opsd_scale", _scale_from_hardware, replace=True)
     OmegaConf.register_new_resolver("opsd_student", _student_path, replace=True)
-    OmegaConf.register_new_resolver(
-        "opsd_slots", lambda n, kind, teacher: n + (teacher if kind == "device" else 0), replace=True
-    )
-    OmegaConf.register_new_resolver(
-        "opsd_student_devices", lambda n, kind, teacher: n - (teacher if kind == "device" else 0), replace=True
-    )
+    OmegaConf.register_new_resolver("opsd_slots", lambda n, teacher: n + _teacher_devices(teacher), replace=True)
+    OmegaConf.register_new_resolver("opsd_student_devices", lambda n, teacher: n - _teacher_devices(teacher), replace=True)
     OmegaConf.register_new_resolver(
         "opsd_threads", lambda processes: max(1, len(os.sched_getaffinity(0)) // processes), replace=True
     )
     OmegaConf.register_new_resolver("opsd_start", _start_time, replace=True)
     OmegaConf.register_new_resolver("opsd_port", _port, replace=True)
     OmegaConf.register_new_resolver("opsd_ray_tmp", lambda: f"/tmp/opsd-ray-{uuid.uuid4().hex[:8]}", replace=True)
+
+
+def _teacher_devices(teacher: Any) -> int:
+    """Device slots of the workers of the section ``opsd.teacher``, its members' included."""
+    models = list(teacher.members.values()) if teacher.kind == "routed" else [teacher]
+    return sum(int(m.get("devices", 1)) for m in models if m.kind == "device")
 
 
 def _scale_from_hardware() -> str:

@@ -1,8 +1,10 @@
-"""`DeviceTeacher`: another model, whole on one device, that scores by hidden states under its own vocabulary weight.
+"""`DeviceTeacher`: another model, on one device or spread over several, that scores by hidden states under its own vocabulary weight.
 
-It is a transformers model (no FSDP, nothing offloaded) and runs one sequence a forward, so that no sequence can see another
-and a causal kernel needs no mask. Of a forward only the hidden states at the asked positions are kept; logits are never made.
-A Qwen3.5 model runs a long sequence in parts that hand their state on, and a prefix that several passes of a row share once.
+It is a transformers model, nothing offloaded, and runs one sequence a forward, so that no sequence can see another and a causal kernel
+needs no mask. Of a forward only the hidden states at the asked positions are kept; logits are never made. A Qwen3.5 model runs a long
+sequence in parts that hand their state on, and a prefix that several passes of a row share once. A model that does not fit one device is
+sharded by FSDP2 over the ranks of a process group: each rank scores sequences of its own, whole and one by one, and all ranks make the
+same number of forwards.
 
 Suffixes: N loss positions of a row, T tokens of a sequence, H hidden size, V vocabulary.
 """
@@ -15,13 +17,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
 from verl_opsd.models import attention, kernels
 from verl_opsd.models.gated_delta import CarriedState
 from verl_opsd.models.memory import out_of_the_file
-from verl_opsd.teachers.base import Pass, slots_of
+from verl_opsd.teachers.base import Pass, Voice, slots_of
 
 #: Largest relative difference between two ways to the same numbers on one kind of device, by dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -41,12 +45,21 @@ class DeviceTeacher:
             logit; measured once at the start.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype, device: torch.device | str, name: str, adapter: str | None = None):
+    def __init__(
+        self,
+        path: str,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        name: str,
+        adapter: str | None = None,
+        mesh: DeviceMesh | None = None,
+    ):
         """
         Args:
             path: folder in Hugging Face layout or a hub name, of a causal language model.
             dtype: of weights and compute.
             adapter: folder of a LoRA adapter in PEFT's layout, merged into the weights.
+            mesh: 1-D, the ranks that hold one copy of the model together; every one of them builds the teacher. None: this device holds it.
 
         Raises:
             OpsdError: the model's logits are not its hidden states times its vocabulary weight.
@@ -60,7 +73,7 @@ class DeviceTeacher:
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
         if torch.device(device).type == "cpu":
             out_of_the_file(model)
-        self._take(model, dtype, device, name)
+        self._take(model, dtype, device, name, mesh)
 
     @classmethod
     def of(cls, model: Any, dtype: torch.dtype, device: torch.device | str, name: str) -> DeviceTeacher:
@@ -69,14 +82,18 @@ class DeviceTeacher:
         self._take(model, dtype, device, name)
         return self
 
-    def _take(self, model: Any, dtype: torch.dtype, device: torch.device | str, name: str) -> None:
+    def _take(
+        self, model: Any, dtype: torch.dtype, device: torch.device | str, name: str, mesh: DeviceMesh | None = None
+    ) -> None:
         self.name, self.device, self.dtype = name, torch.device(device), dtype
-        self.carries = kernels.is_hybrid(model)
-        if self.carries:
+        hybrid = kernels.is_hybrid(model)
+        self.carries = hybrid and mesh is None  # parts and branches are forwards whose number depends on the row
+        if hybrid:
             kernels.install(model, kernels.choose(kernels.Facts.of_this_process()))
             model.set_attn_implementation(attention.ATTENTION)
-        self._model = model.to(self.device).eval().requires_grad_(False)
-        self._head: nn.Linear = self._model.get_output_embeddings()
+        model = model.eval().requires_grad_(False)
+        self._head: nn.Linear = model.get_output_embeddings()
+        self._model = model.to(self.device) if mesh is None else _sharded(model, self._head, mesh, self.device)
         self._limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.part = PART
         self.tokens = 0
@@ -99,6 +116,11 @@ class DeviceTeacher:
         ours_TV = F.linear(self._hidden(ids_T, torch.arange(len(ids_T))), self.weight_VH).float()
         theirs_TV = self._model(input_ids=ids_T[None].to(self.device), use_cache=False).logits[0].float()
         return float((ours_TV - theirs_TV).abs().max() / theirs_TV.abs().max())
+
+    @property
+    def voice(self) -> Voice:
+        """Its signal's form."""
+        return Voice(self.name, "exact", self._head.in_features, self.dtype)
 
     def probe_ids(self) -> Tensor:
         """int64[29] a fixed sequence, for comparisons between workers."""
@@ -172,36 +194,74 @@ class DeviceTeacher:
             trunk, at = ids_T, until
         return out
 
-    def score(self, passes: Sequence[Pass]) -> Signal:
+    def check(self, passes: Sequence[Pass]) -> None:
+        """
+        Raises:
+            OpsdError: a sequence is longer than the model's context, or has an id outside its vocabulary.
+        """
+        check_passes(passes, self.name, self._limit, self._head.out_features)
+
+    def score(self, passes: Sequence[Pass], forwards: int | None = None) -> Signal:
         """See :meth:`verl_opsd.teachers.base.Scorer.score`.
+
+        Args:
+            forwards: how many to make, by all ranks of a mesh alike; those that this row does not need run on a sequence of two tokens.
+                None: one a pass.
 
         Returns:
             The exact signal, hidden states [N, H] in the teacher's dtype, on the host.
 
         Raises:
-            OpsdError: a sequence is longer than the model's context, or has an id outside its vocabulary.
+            OpsdError: see :meth:`check`.
         """
+        self.check(passes)
         out_NH = torch.empty(len(slots_of(passes)), self._head.in_features, dtype=self.dtype)
-        for p in passes:
-            if self._limit is not None and len(p.ids_T) > self._limit:
-                raise OpsdError(
-                    f"a teacher view of {len(p.ids_T)} tokens for teacher {self.name} with a context of {self._limit}",
-                    "a view is never truncated",
-                    "lower opsd.contract.context_length or opsd.brief.max_view_tokens, or take a teacher with a longer context",
-                )
-            if int(p.ids_T.min()) < 0 or int(p.ids_T.max()) >= self._head.out_features:
-                raise OpsdError(
-                    f"token ids {int(p.ids_T.min())}..{int(p.ids_T.max())} for teacher {self.name} of {self._head.out_features} entries",
-                    "student and teacher read the same ids",
-                    "choose a teacher of the student's family",
-                )
         if self.carries and len(passes) > 1:
             hidden = self._in_branches(passes)
         else:
             hidden = [self._hidden(p.ids_T, p.index_N) for p in passes]
         for p, hidden_NH in zip(passes, hidden, strict=True):
             out_NH[p.slots_N] = hidden_NH.cpu()
+        for _ in range((forwards or len(passes)) - len(passes)):
+            self._hidden(torch.zeros(2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
         return Signal(hidden_NH=out_NH, head_id=self.name)
+
+    @property
+    def limits(self) -> tuple[int | None, int]:
+        """Tokens of its context (None: not known) and entries of its vocabulary."""
+        return self._limit, self._head.out_features
+
+
+def check_passes(passes: Sequence[Pass], name: str, limit: int | None, vocabulary: int) -> None:
+    """
+    Raises:
+        OpsdError: a sequence is longer than the model's context, or has an id outside its vocabulary.
+    """
+    for p in passes:
+        if limit is not None and len(p.ids_T) > limit:
+            raise OpsdError(
+                f"a teacher view of {len(p.ids_T)} tokens for teacher {name} with a context of {limit}",
+                "a view is never truncated",
+                "lower opsd.contract.context_length or opsd.brief.max_view_tokens, or take a teacher with a longer context",
+            )
+        if int(p.ids_T.min()) < 0 or int(p.ids_T.max()) >= vocabulary:
+            raise OpsdError(
+                f"token ids {int(p.ids_T.min())}..{int(p.ids_T.max())} for teacher {name} of {vocabulary} entries",
+                "student and teacher read the same ids",
+                "choose a teacher of the student's family",
+            )
+
+
+def _sharded(model: Any, head: nn.Linear, mesh: DeviceMesh, device: torch.device) -> Any:
+    """The decoder's layers sharded one by one as they go to the device; the vocabulary head stays whole on each rank."""
+    decoder: Any = model.base_model
+    if head.weight is decoder.get_input_embeddings().weight:  # tied: the head keeps a whole copy
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    for layer in decoder.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(decoder, mesh=mesh, reshard_after_forward=True)
+    head.to(device)
+    return model
 
 
 def shared(a_T: Tensor, b_T: Tensor) -> int:

@@ -48,6 +48,8 @@ from verl_opsd.tokens.rows import padding_fields
 from verl_opsd.tokens.store import EpisodeStore
 from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder
 from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
+from verl_opsd.verl_adapter.routes import teacher_of
+from verl_opsd.verl_adapter.teacher_client import TeacherClient
 
 
 class OpsdOutput(AgentLoopOutput):
@@ -101,6 +103,7 @@ class Runtime:
     agents: ThreadPoolExecutor
     grading: ThreadPoolExecutor
     tmp: Path
+    teachers: TeacherClient
 
     @classmethod
     def create(cls, config: Any) -> Runtime:
@@ -118,6 +121,7 @@ class Runtime:
             agents=ThreadPoolExecutor(2 * pairs, thread_name_prefix="opsd-agent"),
             grading=ThreadPoolExecutor(pairs, thread_name_prefix="opsd-grading"),
             tmp=Path(os.environ["OPSD_TMP"]),
+            teachers=TeacherClient(opsd),
         )
 
 
@@ -208,6 +212,8 @@ class OpsdPairLoop(AgentLoopBase):
             episode, fault = await self._episode(rt, pair, episode_id)
         # Rows come before the record: an episode that can't become rows is not on record, and the trainer misses it.
         outputs = episode_outputs(rt.opsd, pair, episode, self.tokenizer) if fault is None else []
+        if pair.split == "train":
+            await rt.teachers.add_signals(outputs)
         await asyncio.get_running_loop().run_in_executor(rt.grading, rt.run.store_episode, rt.store, episode)
         if fault is not None:
             raise fault
@@ -266,6 +272,7 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
         "clean_merge": int(grade.merge_kind == "clean"),
     }
     outputs: list[AgentLoopOutput] = []
+    teacher = teacher_of(opsd, pair)
     left_out: dict[str, str] = {}
     windows: list[str] = []
     for agent, brief in briefs_for(opsd, pair, episode).items():
@@ -298,7 +305,7 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
                     reward_score=grade.reward,
                     num_turns=branch.n_turns,
                     metrics=AgentLoopMetrics(),
-                    opsd_row=training_row(opsd, branch, view, keep),
+                    opsd_row=training_row(opsd, branch, view, keep) | teacher,
                     extra_fields=_extra(branch.model_version, info),
                 )
             )
@@ -310,10 +317,12 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
     if windows:
         detail = f"branches of {episode.episode_id} in windows; {'; '.join(windows)}"
         RunDir.from_env().evidence("view_windows", len(windows), opsd.brief.max_view_tokens, None, detail)
-    return outputs or [_empty_row(tokenizer, grade.reward, info, episode.model_version)]
+    return outputs or [_empty_row(tokenizer, grade.reward, info, episode.model_version, teacher)]
 
 
-def _empty_row(tokenizer: Any, reward: float, info: dict[str, Any], version: int) -> AgentLoopOutput:
+def _empty_row(
+    tokenizer: Any, reward: float, info: dict[str, Any], version: int, teacher: dict[str, torch.Tensor]
+) -> AgentLoopOutput:
     """A pair that produced no policy token still has a grade: one row without any loss position."""
     end = tokenizer.eos_token_id
     return OpsdOutput(
@@ -324,7 +333,7 @@ def _empty_row(tokenizer: Any, reward: float, info: dict[str, Any], version: int
         reward_score=reward,
         num_turns=0,
         metrics=AgentLoopMetrics(),
-        opsd_row=padding_fields(torch.tensor([end, end])),
+        opsd_row=padding_fields(torch.tensor([end, end])) | teacher,
         extra_fields=_extra((version, version), info),
     )
 

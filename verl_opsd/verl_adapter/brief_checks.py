@@ -48,9 +48,9 @@ def check_briefs(opsd: OpsdConfig, pairs: list[PairTask], student_path: str) -> 
             audits.append(found)
     tokenizer = AutoTokenizer.from_pretrained(student_path)
     longest = max((len(b.ids(tokenizer)) for b in made), default=0)
-    scorer = opsd.teacher.path if opsd.teacher.kind == "device" else student_path
-    assert scorer is not None
-    check_views(opsd, longest, positions_of(scorer))
+    from verl_opsd.verl_adapter.teacher_checks import teacher_positions
+
+    check_views(opsd, longest, teacher_positions(opsd, student_path))
     return MadeBriefs(tuple(made), tuple(audits), longest)
 
 

@@ -30,11 +30,20 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_opsd.distill.head import HeadTask, LossPositionHead, install_head
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.forward import adapters_off, run_head
+from verl_opsd.teachers.base import Voice
 from verl_opsd.verl_adapter import ulysses
 from verl_opsd.verl_adapter.copies import WeightCopy, copy_for, load_copy, save_copy
 from verl_opsd.verl_adapter.loss import COPIES, OpsdLoss
 from verl_opsd.verl_adapter.passes import Pass, group_passes, jagged, layout_index, own_passes, rows_of, view_passes
-from verl_opsd.verl_adapter.step import Head, kept_coefficient, loss_task, metrics_of, task_reward_loss, values_by_row
+from verl_opsd.verl_adapter.step import (
+    Head,
+    OutsideTeacher,
+    kept_coefficient,
+    loss_task,
+    metrics_of,
+    task_reward_loss,
+    values_by_row,
+)
 
 #: Largest relative difference of a hidden state between a sequence alone and beside another one, by compute dtype.
 LAYOUT_THRESHOLD = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
@@ -78,7 +87,7 @@ class OpsdEngine(FSDPEngineWithLMHead):
         self._initial_head_VH: Tensor | None = None
         self._copy: WeightCopy | None = None  # a teacher made of the student's earlier weights
         self._copy_head_VH: Tensor | None = None  # its vocabulary weight when it last scored, in full-parameter training
-        self._teacher_head: tuple[str, Tensor] | None = None  # name and weight of a device teacher's vocabulary
+        self._outside: list[OutsideTeacher] = []  # teachers that score elsewhere, in the order of their numbers in rows
 
     def initialize(self) -> None:
         """Builds model, optimizer and scheduler; everything that was kept about earlier weights is dropped."""
@@ -127,11 +136,11 @@ class OpsdEngine(FSDPEngineWithLMHead):
                 "there is no adapter to switch off, so the base is gone after the first step",
                 "train an adapter (actor_rollout_ref.model.lora_rank > 0), or keep a frozen copy (reference=initial)",
             )
-        if loss.teacher == "device" and self._teacher_head is None:
+        if loss.teacher == "device" and not self._outside:
             raise OpsdError(
-                "teacher=device without the teacher's vocabulary weight",
-                "a device teacher's hidden states are read under its own vocabulary weight",
-                "call set_teacher_head (opsd_set_teacher_head on the worker) before the loss is set",
+                "teacher=device and no teacher is known",
+                "another model's signal is read in its own form, hidden states under its own vocabulary weight",
+                "call add_teacher (opsd_add_teacher on the worker) before the loss is set",
             )
         self.keep(loss)
         self._prepared = loss
@@ -151,30 +160,36 @@ class OpsdEngine(FSDPEngineWithLMHead):
             self._reshard()
             self._copy = copy_for(loss, self._trainable_shards())
 
-    def set_teacher_head(self, name: str, weight_VH: Tensor) -> None:
-        """Keeps a device teacher's vocabulary weight on this rank's device, in the compute dtype.
+    def add_teacher(self, voice: Voice, weight_VH: Tensor | None) -> None:
+        """Makes a teacher known that scores elsewhere; its number in the rows is how many there were before. One of the same name is
+        replaced.
 
         Args:
-            name: ``Signal.head_id`` of the teacher.
-            weight_VH: [V, H] with the student's V; H is the teacher's.
+            weight_VH: [V, H] of an exact teacher, with the student's V and the teacher's H; kept on this rank's device in the compute
+                dtype.
 
         Raises:
-            OpsdError: the name is one of the student's own heads, or the vocabulary has another size.
+            OpsdError: the name is one of the student's own heads, or the weight is missing, not needed, or of another size.
         """
-        if name in ("student", "initial") or weight_VH.dim() != 2 or weight_VH.shape[0] != self.head.out_features:
+        want = (self.head.out_features, voice.width) if voice.form == "exact" else None
+        found = None if weight_VH is None else tuple(weight_VH.shape)
+        if voice.name in ("student", "initial") or found != want:
             raise OpsdError(
-                f"teacher head {name!r} of shape {tuple(weight_VH.shape)} beside a student vocabulary of {self.head.out_features}",
+                f"teacher {voice.name!r} with a head of shape {found}, expected {want} beside a student vocabulary of "
+                f"{self.head.out_features}",
                 "student and teacher share one vocabulary, entry by entry; 'student' and 'initial' are the student's own heads",
                 "choose a teacher of the student's family with the same number of vocabulary rows",
             )
-        self._teacher_head = (name, weight_VH.to(get_device_id(), self._autocast_dtype))
+        kept = None if weight_VH is None else weight_VH.to(get_device_id(), self._autocast_dtype)
+        names = [t.voice.name for t in self._outside]
+        place = names.index(voice.name) if voice.name in names else len(names)
+        self._outside[place : place + 1] = [OutsideTeacher(voice, kept)]
 
-    def _heads_of(self, loss: OpsdLoss) -> tuple[Head, Head]:
+    def _heads_of(self, loss: OpsdLoss) -> tuple[Head | Sequence[OutsideTeacher], Head]:
         """Vocabulary heads of the teacher that the loss names and of the reference."""
         reference: Head = ("student", None) if self._initial_head_VH is None else ("initial", self._initial_head_VH)
         if loss.teacher == "device":
-            assert self._teacher_head is not None  # prepare
-            return self._teacher_head, reference
+            return self._outside, reference
         if loss.teacher in COPIES and self._head_trains:
             return (loss.teacher, self._copy_head_VH), reference
         return (("student", None) if loss.teacher in COPIES else reference), reference
@@ -428,8 +443,8 @@ class OpsdEngine(FSDPEngineWithLMHead):
     # ---- training -------------------------------------------------------------------------------------------------
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
-        """verl's loop over micro-batches; one row each where rows that share a forward would see each other."""
-        if isinstance(loss_function, OpsdLoss) and not self.shares_forwards():
+        """verl's loop over micro-batches; one row each where rows that share a forward would see each other, or have teachers of their own."""
+        if isinstance(loss_function, OpsdLoss) and (not self.shares_forwards() or len(self._outside) > 1):
             tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
         self._kept = torch.zeros((), dtype=torch.float64, device=get_device_id())
         out = super().forward_backward_batch(data, loss_function, forward_only)

@@ -48,42 +48,51 @@ def startup_checks(trainer: Any) -> None:
 
 
 def teacher_checks(trainer: Any) -> None:
-    """The device teacher at start-up: its logits are its hidden states under its weight, and its workers agree."""
-    teacher, run = trainer.teacher, trainer.run_dir
-    run.evidence("startup:teacher_head", teacher.head_error, teacher.tolerance, True, "of the largest logit")
-    run.require(
-        "startup:teacher_workers_agree",
-        teacher.spread,
-        teacher.tolerance,
-        teacher.spread <= teacher.tolerance,
-        "the teacher's workers give different hidden states for one sequence: devices, files or library versions differ",
-        f"{trainer.opsd.teacher.devices} workers",
-    )
+    """Teachers that are other models, at start-up: a device teacher's logits are its hidden states under its weight, and its workers agree;
+    a server's log-probabilities do not depend on what follows (``teachers.server``)."""
+    run = trainer.run_dir
+    for t in trainer.teachers:
+        if t.voice.form == "support":
+            run.evidence(
+                "startup:teacher_server", t.facts.head_error, None, None, f"{t.name}: nats between a sequence and its prefix"
+            )
+            continue
+        run.evidence("startup:teacher_head", t.facts.head_error, t.facts.tolerance, True, f"{t.name}, of the largest logit")
+        run.require(
+            "startup:teacher_workers_agree",
+            t.facts.spread,
+            t.facts.tolerance,
+            t.facts.spread <= t.facts.tolerance,
+            "the teacher's workers give different hidden states for one sequence: devices, files or library versions differ",
+            t.name,
+        )
 
 
 def teacher_control(trainer: Any, batch: KVBatchMeta) -> None:
-    """Before the first update: the device teacher against the student's base, through the path that trains.
+    """Before the first update: teachers that are other models against the student's base, through the path that trains.
 
-    Without the brief the divergence is the gap between the models: a gate when the teacher is the student's own model, which has
-    none. With the brief it is the pull. The rows carry the teacher's view again afterwards.
+    Without the brief, on some of the rows, the divergence is the gap between the models: a gate when the teacher is the student's own
+    model, which has none. With the brief, on all of them, it is the pull. The rows carry the teacher's view again afterwards.
     """
     gates, run = trainer.opsd.gates, trainer.run_dir
-    trainer.score(batch, "own")
-    gap = _control(trainer, batch, "device", 0, "off")
+    some = _sample(trainer, batch)
+    trainer.score(some, "own")
+    gap = _control(trainer, some, "device", 0, "off")
     detail = f"mean nats over {gap.size} loss positions, max {gap.max():.2e}"
-    if trainer.opsd.teacher.path == trainer.config.actor_rollout_ref.model.path:
+    if [t.path for t in trainer.teachers] == [trainer.config.actor_rollout_ref.model.path]:
+        limit = gates.identity_max if trainer.teachers[0].voice.form == "exact" else gates.publish_kl_max
         run.require(
             "device_identity",
             float(gap.mean()),
-            gates.identity_max,
-            bool(gap.mean() <= gates.identity_max),
-            "a device teacher that is the student's model differs from the student's base: dtype, kernels, positions or head",
+            limit,
+            bool(gap.mean() <= limit),
+            "a teacher that is the student's model differs from the student's base: dtype, kernels, positions or head",
             detail,
         )
     run.evidence("teacher_gap", float(gap.mean()), None, None, f"no brief; {detail}")
-    trainer.score(batch, "view")
+    trainer.score(some, "view")
     pull = _control(trainer, batch, "device", 0, "off")
-    run.evidence("teacher_pull", float(pull.mean()), None, None, f"device teacher with brief, mean nats, max {pull.max():.2e}")
+    run.evidence("teacher_pull", float(pull.mean()), None, None, f"teacher with brief, mean nats, max {pull.max():.2e}")
 
 
 def _control(trainer: Any, batch: KVBatchMeta, teacher: str, shift: int, adapters: str) -> np.ndarray:

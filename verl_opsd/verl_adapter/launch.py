@@ -32,10 +32,11 @@ from verl_opsd.verl_adapter.requirements import (
     check_chat,
     check_hardware,
     check_rollout,
-    check_teacher,
     check_trl,
     ensure_student,
 )
+from verl_opsd.verl_adapter.routes import check_routes
+from verl_opsd.verl_adapter.teacher_checks import check_teachers
 
 PACKAGES = ("verl-opsd", "verl", "torch", "transformers", "peft", "ray", "cooperbench", "TransferQueue", "vllm")
 
@@ -204,7 +205,7 @@ def check_models(config: DictConfig, opsd: OpsdConfig) -> str:
     model_path = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
     ensure_student(opsd, model_path)
     check_chat(opsd, model_path)
-    check_teacher(opsd, model_path)
+    check_teachers(opsd, model_path)
     return model_path
 
 
@@ -222,9 +223,11 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
         from verl_opsd.verl_adapter.corpus import check_corpus, corpus_pairs
 
         check_corpus(opsd, contract, evaluation)
-        briefs = check_briefs(opsd, corpus_pairs(opsd), model_path)
+        taught = corpus_pairs(opsd)
     else:
-        briefs = check_briefs(opsd, train, model_path)
+        taught = train
+    check_routes(opsd, taught)
+    briefs = check_briefs(opsd, taught, model_path)
     worth = None if opsd.brief.name == "none" else check_worth(opsd)  # the identity arm distils nothing
     if opsd.dry_run:
         raise budget.DryRun(cost.text())

@@ -26,7 +26,7 @@ class OpsdLoss:
         chunk: loss positions per chunk of the vocabulary head; None: ``distill.chunk.default_rows``.
         teacher: whose signal ``opsd_signal`` is. ``self``: the reference weights, scored by the engine, under the student's own
             vocabulary head. ``frozen``, ``ema`` (``decay`` a step), ``lagged`` (``lag`` rounds): a copy of the trainable weights, scored by
-            the engine. ``device``: another model, scored before the update, under the head given to ``set_teacher_head``.
+            the engine. ``device``: other models, which score elsewhere before the update and are made known by ``add_teacher``.
         reference: weights of the self teacher, of the controls and of the anchor. ``adapter_off``: the student's base, with its adapters
             switched off. ``initial``: a frozen copy of the trainable weights as they were when this loss was set.
         task_reward: bounds of PPO's term of the task reward; its coefficients times advantages are the rows' ``opsd_reward``. None: there

@@ -80,6 +80,14 @@ def own_passes(rows: Sequence[dict[str, Tensor]], shift: int = 0) -> list[Pass]:
     return out
 
 
+def by_row(passes: Sequence[Pass], rows: int) -> list[list[Pass]]:
+    """The passes of each of ``rows`` rows."""
+    out: list[list[Pass]] = [[] for _ in range(rows)]
+    for p in passes:
+        out[p.row].append(p)
+    return out
+
+
 def group_passes(passes: Sequence[Pass], max_tokens: float, max_sequences: float) -> list[list[Pass]]:
     """Fills forwards in order; a pass above ``max_tokens`` gets a forward of its own."""
     groups: list[list[Pass]] = []
@@ -122,7 +130,12 @@ def flat(batch: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def signal_of(batch: Mapping[str, Tensor], name: str, counts: Sequence[int], head_id: str) -> Signal:
-    """The exact signal of a micro-batch's loss positions from its field of hidden states.
+    """The exact signal of a micro-batch's loss positions from its field of hidden states; see :func:`signal_rows`."""
+    return Signal(hidden_NH=torch.cat(signal_rows(batch, name, counts)), head_id=head_id)
+
+
+def signal_rows(batch: Mapping[str, Tensor], name: str, counts: Sequence[int]) -> list[Tensor]:
+    """A field of signals, [N_r, width] a row.
 
     Args:
         counts: loss positions of each row.
@@ -143,4 +156,23 @@ def signal_of(batch: Mapping[str, Tensor], name: str, counts: Sequence[int], hea
             "a signal has one hidden state for each loss position of its row",
             "score the rows that are trained on",
         )
-    return Signal(hidden_NH=torch.cat(list(rows)), head_id=head_id)
+    return list(rows)
+
+
+def teacher_of_rows(batch: Mapping[str, Tensor], counts: Sequence[int], teachers: int) -> int:
+    """Number of the one teacher whose signals a micro-batch's rows bring, from the field ``opsd_teacher``; 0 where there is one teacher.
+
+    Raises:
+        OpsdError: rows of several teachers, a number that no teacher has, or no field.
+    """
+    if teachers == 1:
+        return 0
+    numbers = [int(n[0]) for n in batch["opsd_teacher"].unbind()] if "opsd_teacher" in batch else []
+    found = {n for n, count in zip(numbers, counts, strict=False) if count} or {0}
+    if len(numbers) != len(counts) or len(found) > 1 or not 0 <= min(found) < teachers:
+        raise OpsdError(
+            f"a micro-batch whose rows are of the teachers {numbers} among {teachers}",
+            "every row names its teacher, and rows that share a forward have the same one",
+            "train one row a micro-batch, and give each row opsd_teacher",
+        )
+    return found.pop()

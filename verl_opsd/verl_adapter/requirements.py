@@ -67,7 +67,7 @@ def check_hardware(config: DictConfig, opsd: OpsdConfig) -> None:
             "leave scale out; for the small limits of this scale on an accelerator give contract=local and actor_rollout_ref.model.path",
         )
     nodes = config.trainer.nnodes
-    student, teacher = config.trainer.n_gpus_per_node, opsd.teacher.devices if opsd.teacher.kind == "device" else 0
+    student, teacher = config.trainer.n_gpus_per_node, opsd.teacher.devices_of_models
     if student < 1:
         raise OpsdError(
             f"scale={opsd.scale} with {teacher} teacher devices leaves {student} for the student",
@@ -158,39 +158,6 @@ def check_model_path(path: str, where: str) -> None:
                 "no such folder is here, so it is a hub name, and its configuration is read before anything starts",
                 "correct the name, make the hub reachable, or download the model and name its folder",
             ) from error
-
-
-def check_teacher(opsd: OpsdConfig, student_path: str) -> None:
-    """A teacher on its own device must read the student's ids: same vocabulary, same special tokens, a context as long.
-
-    Raises:
-        OpsdError: the tokenizers differ (the first differing entries are named), or the models' vocabulary or context does.
-    """
-    if opsd.teacher.kind != "device":
-        return
-    assert opsd.teacher.path is not None
-    check_model_path(opsd.teacher.path, "opsd.teacher.path")
-    from transformers import AutoConfig, AutoTokenizer
-
-    ours, theirs = (AutoTokenizer.from_pretrained(p) for p in (student_path, opsd.teacher.path))
-    a, b = ours.get_vocab(), theirs.get_vocab()
-    different = sorted((k for k in a.keys() | b.keys() if a.get(k) != b.get(k)), key=lambda k: (a.get(k, 1 << 30), k))
-    ends = (ours.eos_token_id, theirs.eos_token_id)
-    if different or ends[0] != ends[1]:
-        shown = ", ".join(f"{k!r}: {a.get(k)} / {b.get(k)}" for k in different[:3]) or f"end token {ends[0]} / {ends[1]}"
-        raise OpsdError(
-            f"opsd.teacher.path={opsd.teacher.path} has another tokenizer than the student ({len(different)} entries: {shown})",
-            "the teacher re-scores the student's own token ids, so both must read them alike",
-            "choose a teacher of the student's family",
-        )
-    student, teacher = (AutoConfig.from_pretrained(p).get_text_config() for p in (student_path, opsd.teacher.path))
-    context = getattr(teacher, "max_position_embeddings", None)
-    if student.vocab_size != teacher.vocab_size or (context is not None and context < opsd.contract.context_length):
-        raise OpsdError(
-            f"opsd.teacher.path={opsd.teacher.path} with {teacher.vocab_size} vocabulary rows and a context of {context} tokens",
-            f"the student has {student.vocab_size} rows, and opsd.contract.context_length={opsd.contract.context_length} tokens are scored",
-            "choose a teacher of the student's family, or lower the context length",
-        )
 
 
 def check_chat(opsd: OpsdConfig, student_path: str) -> None:

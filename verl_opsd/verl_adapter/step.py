@@ -5,7 +5,9 @@ Suffixes: N loss positions of the micro-batch, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +17,9 @@ from verl_opsd.distill.head import HeadResult, HeadTask
 from verl_opsd.distill.policy import PpoClip, ppo_loss
 from verl_opsd.distill.weights import threshold_mask
 from verl_opsd.errors import OpsdError
+from verl_opsd.teachers.base import Voice
 from verl_opsd.verl_adapter.loss import OpsdLoss
-from verl_opsd.verl_adapter.passes import flat, jagged, layout_index, signal_of
+from verl_opsd.verl_adapter.passes import flat, jagged, layout_index, signal_of, signal_rows, teacher_of_rows
 
 #: Values of ``HeadResult`` that a step reports for each loss position, as metrics ``opsd/<name>``.
 TOKEN_VALUES = tuple(name.removesuffix("_N") for name in HeadResult.__dataclass_fields__)
@@ -28,14 +31,28 @@ ROW_VALUES = ("coef", "class", "turn", "position")
 Head = tuple[str, Tensor | None]
 
 
+@dataclass(frozen=True)
+class OutsideTeacher:
+    """A teacher that scored elsewhere: the form of its rows, and the vocabulary weight [V, H] of an exact one."""
+
+    voice: Voice
+    weight_VH: Tensor | None
+
+
 def loss_task(
-    batch: Mapping[str, Tensor], loss: OpsdLoss, teacher: Head, reference: Head, ranks: int, packed: bool
+    batch: Mapping[str, Tensor],
+    loss: OpsdLoss,
+    teacher: Head | Sequence[OutsideTeacher],
+    reference: Head,
+    ranks: int,
+    packed: bool,
 ) -> HeadTask:
     """The head's task for a micro-batch.
 
     Args:
         batch: rows (``tokens.rows``) with ``opsd_signal`` (and ``opsd_base``), on the device.
-        teacher, reference: vocabulary heads under which ``opsd_signal`` and ``opsd_base`` are read.
+        teacher, reference: vocabulary heads under which ``opsd_signal`` and ``opsd_base`` are read; of teachers that scored elsewhere all,
+            of which each row names one.
         ranks: data-parallel ranks; FSDP averages over them, so coefficients are multiplied by their number.
         packed: rows one after another in one sequence; otherwise right-padded (``passes.layout_index``).
 
@@ -59,17 +76,26 @@ def loss_task(
                 "one number divides the step's whole gradient, and this term has its own denominator",
                 f"take the threshold at collection, or build the rows with opsd_{name} = 0",
             )
+    spec = loss.spec
+    if isinstance(teacher, tuple):
+        signal, weight_VH = signal_of(batch, "opsd_signal", counts, teacher[0]), teacher[1]
+    else:
+        outside = teacher[teacher_of_rows(batch, counts, len(teacher))]
+        signal = outside.voice.unpack(torch.cat(signal_rows(batch, "opsd_signal", counts)))
+        weight_VH = outside.weight_VH
+        if outside.voice.form == "support" and not spec.sampled:  # it brings the top k that an exact one is cut to
+            spec = dataclasses.replace(spec, support="signal", top_k=None)
     return HeadTask(
         kind="loss",
         index_N=layout_index([len(x) for x in ids], positions, packed),
         labels_N=torch.cat([x[p + 1] for x, p in zip(ids, positions, strict=True)]),
-        teacher=signal_of(batch, "opsd_signal", counts, teacher[0]),
-        teacher_weight_VH=teacher[1],
+        teacher=signal,
+        teacher_weight_VH=weight_VH,
         coef_N=flat(batch, "opsd_coef") * ranks,
         anchor=signal_of(batch, "opsd_base", counts, reference[0]) if loss.anchor else None,
         anchor_weight_VH=reference[1] if loss.anchor else None,
         anchor_coef_N=anchor_N * ranks if loss.anchor else None,
-        loss=loss.spec,
+        loss=spec,
         chunk=loss.chunk,
         policy=loss.task_reward is not None,
         behaviour_logprob_N=flat(batch, "opsd_behaviour") if loss.spec.divergence == "policy_gradient" else None,
@@ -96,10 +122,14 @@ def kept_coefficient(batch: Mapping[str, Tensor], result: HeadResult, above: flo
 
 
 def metrics_of(batch: Mapping[str, Tensor], result: HeadResult, step: int) -> dict[str, list[float]]:
-    """A flat list for each of ``TOKEN_VALUES`` and ``ROW_VALUES``, ``opsd/turn_position``, and ``opsd/step``, the optimizer step."""
+    """A flat list for each of ``TOKEN_VALUES`` and ``ROW_VALUES``, ``opsd/turn_position``, ``opsd/step``, the optimizer step, and where rows
+    name their teachers ``opsd/teacher``, its number."""
     metrics = {f"opsd/{k}": getattr(result, f"{k}_N").tolist() for k in TOKEN_VALUES}
     metrics |= {f"opsd/{k}": flat(batch, f"opsd_{k}").tolist() for k in ROW_VALUES}
     metrics["opsd/turn_position"] = torch.cat([turn_position(t) for t in batch["opsd_turn"].unbind()]).tolist()
+    if "opsd_teacher" in batch:
+        pairs = zip(batch["opsd_teacher"].unbind(), batch["opsd_position"].unbind(), strict=True)
+        metrics["opsd/teacher"] = [int(number[0]) for number, position in pairs for _ in range(len(position))]
     metrics["opsd/step"] = [step] * len(metrics["opsd/coef"])
     return metrics
 

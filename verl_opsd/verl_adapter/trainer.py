@@ -6,6 +6,7 @@ and, when it is due, evaluates. Passes that distillation does not need (old log-
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import transfer_queue as tq
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from transformers import AutoConfig
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.ray_trainer import ResourcePoolManager
 from verl.trainer.ppo.v1.trainer_base import register_trainer
@@ -34,15 +36,17 @@ from verl_opsd.distill.policy import PpoClip
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.report import write_report
 from verl_opsd.rundir import RunDir
-from verl_opsd.teachers.base import Pass
-from verl_opsd.teachers.cache import SignalCache
+from verl_opsd.teachers.base import common
+from verl_opsd.teachers.cache import tokenizer_hash
 from verl_opsd.tokens.rows import FIELDS, padding_fields
 from verl_opsd.tokens.store import EpisodeStore
-from verl_opsd.verl_adapter import corpus, guards, teacher
+from verl_opsd.verl_adapter import corpus, guards
 from verl_opsd.verl_adapter.found import check_tasks_unchanged
 from verl_opsd.verl_adapter.loss import ON_STUDENT, OpsdLoss
-from verl_opsd.verl_adapter.passes import jagged, own_passes, rows_of, view_passes
+from verl_opsd.verl_adapter.passes import by_row, jagged, own_passes, rows_of, view_passes
 from verl_opsd.verl_adapter.reduce import update_groups, with_coefficients, with_rewards
+from verl_opsd.verl_adapter.routes import models_of
+from verl_opsd.verl_adapter.teacher_queue import TeacherHandle, pools_of, score_rows, start_teachers
 from verl_opsd.verl_adapter.updates import mask_at_collection, rewards_of, rows_in_queue
 from verl_opsd.verl_adapter.watch import ActorWatch
 from verl_opsd.verl_adapter.worker import OpsdWorker
@@ -57,7 +61,7 @@ def loss_of(opsd: OpsdConfig, lora: bool, clip: PpoClip) -> OpsdLoss:
         spec=opsd.loss.spec(),
         chunk=opsd.loss.chunk,
         reference="adapter_off" if lora else "initial",
-        teacher=opsd.teacher.kind,
+        teacher="device" if models_of(opsd) else opsd.teacher.kind,  # type: ignore[arg-type]
         decay=opsd.teacher.decay,
         lag=opsd.teacher.lag,
         task_reward=clip if opsd.loss.task_reward_coef > 0 else None,
@@ -103,7 +107,7 @@ class OpsdTrainer(PPOTrainerSync):
         self._groups = 1
         self._stage_started = 0.0
         self._controlled = False
-        self.signals: SignalCache | None = None
+        self.teachers: list[TeacherHandle] = []
         self.followed: guards.Followed | None = None
         self.last_loss = 0.0
         self._kept_share = 1.0
@@ -130,8 +134,8 @@ class OpsdTrainer(PPOTrainerSync):
         super()._init_resource_pool_mgr()
         for role in self.role_worker_mapping:
             self.role_worker_mapping[role] = ray.remote(self.worker_cls)
-        if self.opsd.teacher.kind == "device":
-            spec = self.resource_pool_manager.resource_pool_spec | {teacher.POOL: [1] * self.opsd.teacher.devices}
+        if pools := pools_of(self.opsd):
+            spec = self.resource_pool_manager.resource_pool_spec | pools
             self.resource_pool_manager = ResourcePoolManager(resource_pool_spec=spec, mapping=self.mapping)
 
     def make_loss(self) -> OpsdLoss:
@@ -141,13 +145,15 @@ class OpsdTrainer(PPOTrainerSync):
         return loss_of(self.opsd, self.ref_in_actor, clip)
 
     def on_init_end(self) -> None:
-        """Starts the device teacher, sets the loss, runs the start-up checks, publishes and checks what was published."""
+        """Starts the teachers that are other models, sets the loss, runs the start-up checks, publishes and checks what was published."""
         self._resume()
-        if self.opsd.teacher.kind == "device":
-            self.teacher = teacher.teacher_pool(self.opsd.teacher, self.resource_pool_manager.resource_pool_dict[teacher.POOL])
+        if models_of(self.opsd):
+            pools = self.resource_pool_manager.resource_pool_dict
+            vocabulary = AutoConfig.from_pretrained(self.config.actor_rollout_ref.model.path).get_text_config().vocab_size
+            self.teachers = start_teachers(self.opsd, pools, vocabulary, tokenizer_hash(self.tokenizer))
             guards.teacher_checks(self)
-            self.signals = teacher.signal_cache(self.opsd, self.teacher, self.tokenizer)
-            self.actor_rollout_wg.opsd_set_teacher_head(self.teacher.name, self.teacher.head_weight())
+            for t in self.teachers:
+                self.actor_rollout_wg.opsd_add_teacher(t.voice, t.head_weight())
         self.actor_rollout_wg.set_loss_fn(self.make_loss())
         guards.startup_checks(self)
         super().on_init_end()
@@ -310,6 +316,8 @@ class OpsdTrainer(PPOTrainerSync):
         fields = {k: jagged([r[k] for r in rows]) for k in FIELDS}
         zeros = jagged([torch.zeros(r["response_mask"].numel()) for r in stored])
         fields["advantages"], fields["returns"] = zeros, zeros.clone()
+        if self.teachers and self.opsd.mode == "online":
+            self._clear_padding_signals(batch)
         tokens = sum(r["opsd_view_ids"].numel() + s["input_ids"].numel() for r, s in zip(rows, stored, strict=True))
         loss_tokens = sum(int((r["opsd_coef"] != 0).sum()) for r in rows)
         metrics["opsd/loss_tokens"] = loss_tokens
@@ -321,30 +329,38 @@ class OpsdTrainer(PPOTrainerSync):
 
     # ---- score and train ----------------------------------------------------------------------------------------------
 
+    def _clear_padding_signals(self, batch: KVBatchMeta) -> None:
+        """Padding rows are copies of rows that were scored when their episodes ended; theirs hold no position."""
+        keys = [k for k, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding", False)]
+        if keys:
+            width, dtype = common([t.voice for t in self.teachers])
+            fields = TensorDict({"opsd_signal": jagged([torch.empty(0, width, dtype=dtype)] * len(keys))}, batch_size=len(keys))
+            tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields)
+
     def score(self, batch: KVBatchMeta, source: Literal["view", "own"]) -> KVBatchMeta:
-        """Puts the device teacher's hidden states at every loss position into the rows, as ``opsd_signal`` [N_r, H].
+        """Puts the signals of each row's teacher at its loss positions into the rows, as ``opsd_signal`` [N_r, width].
 
         Args:
             source: ``view``: the teacher's view, through the cache; ``own``: the student's own ids, always scored.
         """
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids", *FIELDS])
-        rows = rows_of(data)
-        by_row: list[list[Pass]] = [[] for _ in rows]
-        for p in view_passes(rows) if source == "view" else own_passes(rows):
-            by_row[p.row].append(p)
-        cache = self.signals if source == "view" else None
-        hidden = self.teacher.score(by_row) if cache is None else cache.score(by_row, self.teacher.score)
-        fields = TensorDict({"opsd_signal": jagged(hidden)}, batch_size=len(batch))
+        names = ["input_ids", "opsd_teacher", *FIELDS]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+        rows, whose = rows_of(data), [int(n[0]) for n in data["opsd_teacher"].unbind()]
+        passes = by_row(view_passes(rows) if source == "view" else own_passes(rows), len(rows))
+        signals = asyncio.run(score_rows(self.teachers, passes, whose, cached=source == "view"))
+        fields = TensorDict({"opsd_signal": jagged(signals)}, batch_size=len(batch))
         scored: KVBatchMeta = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
         scored.extra_info = batch.extra_info
         return scored
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         self._stage_started = time.time()
-        if self.opsd.teacher.kind == "device":
-            batch = self.score(batch, "view")
-            metrics["opsd/teacher_restarts"] = self.teacher.restarts
-            self._finish_stage("score", restarts=self.teacher.restarts, **(self.signals.report() if self.signals else {}))
+        if self.teachers:
+            if self.opsd.mode == "offline":  # online each episode was scored when it ended
+                batch = self.score(batch, "view")
+            reports = {t.name: t.report() for t in self.teachers}
+            metrics["opsd/teacher_restarts"] = sum(r["restarts"] for r in reports.values())
+            self._finish_stage("score", **(reports if len(reports) > 1 else next(iter(reports.values()))))
         actor = self.config.actor_rollout_ref.actor
         size = len(batch) // self._groups
         batch.extra_info.update(
@@ -360,12 +376,12 @@ class OpsdTrainer(PPOTrainerSync):
         )
         if not self._controlled:
             guards.identity_control(self, batch)
-            if self.opsd.teacher.kind == "device":
+            if self.teachers:
                 guards.teacher_control(self, batch)
             self._controlled = True
             self._finish_stage("control")
         if self.opsd.loss.threshold is not None and self.opsd.loss.threshold.taken == "collection":
-            kind = "device" if self.opsd.teacher.kind == "device" else "view"
+            kind = "device" if self.teachers else "view"
             divergences = guards.divergences(self, batch, kind, 0, "on")
             self._kept_share = mask_at_collection(batch, divergences, self._group_of, self.opsd.loss)
         output = self.actor_rollout_wg.update_actor(batch)["metrics"]
@@ -404,7 +420,13 @@ class OpsdTrainer(PPOTrainerSync):
         if threshold is not None and threshold.taken == "current":  # gate and clip are never 0
             self._kept_share = float((values["weight"][values["coef"] != 0] != 0).mean())
         self._means = {"opsd/kept_share": self._kept_share} if threshold is not None else {}
-        self._means |= {f"opsd/{k}/mean": float(v.mean()) for k, v in values.items() if v.size and np.isfinite(v).all()}
+        if len(self.teachers) > 1:
+            for number, t in enumerate(self.teachers):
+                mine = values["divergence"][values["teacher"] == number]
+                self._means |= {f"opsd/divergence/{t.name}/mean": float(mine.mean())} if mine.size else {}
+        self._means |= {
+            f"opsd/{k}/mean": float(v.mean()) for k, v in values.items() if k != "teacher" and v.size and np.isfinite(v).all()
+        }
 
     # ---- publish and evaluate -----------------------------------------------------------------------------------------
 

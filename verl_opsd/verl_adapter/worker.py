@@ -18,6 +18,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_opsd.errors import OpsdError
+from verl_opsd.teachers.base import Voice
 from verl_opsd.verl_adapter import checks, export
 from verl_opsd.verl_adapter.engine import OpsdEngine
 from verl_opsd.verl_adapter.loss import ON_STUDENT, OpsdLoss
@@ -130,9 +131,9 @@ class OpsdTrainingWorker(TrainingWorker):
         with self.engine.eval_mode():
             return checks.control(self._opsd_engine(), data, self._loss(), teacher, shift, adapters)
 
-    def set_teacher_head(self, name: str, weight_VH: Tensor) -> None:
-        """See :meth:`OpsdWorker.opsd_set_teacher_head`."""
-        self._opsd_engine().set_teacher_head(name, weight_VH)
+    def add_teacher(self, voice: Voice, weight_VH: Tensor | None) -> None:
+        """See :meth:`OpsdWorker.opsd_add_teacher`."""
+        self._opsd_engine().add_teacher(voice, weight_VH)
 
     def keep(self, loss: OpsdLoss) -> None:
         """See :meth:`OpsdWorker.opsd_keep`."""
@@ -185,9 +186,9 @@ class OpsdWorker(ActorRolloutRefWorker):
         return self.actor.control(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
-    def opsd_set_teacher_head(self, name: str, weight_VH: Tensor) -> None:
-        """Keeps a device teacher's vocabulary weight (``OpsdEngine.set_teacher_head``); before the loss is set."""
-        self.actor.set_teacher_head(name, weight_VH)
+    def opsd_add_teacher(self, voice: Voice, weight_VH: Tensor | None) -> None:
+        """Makes a teacher known that scores elsewhere (``OpsdEngine.add_teacher``); before the loss is set."""
+        self.actor.add_teacher(voice, weight_VH)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def opsd_keep(self, loss: OpsdLoss) -> None:

@@ -18,6 +18,7 @@ BOTH = (
     "parity_full_tied",
     "parity_device_lora",
     "device_control",
+    "routed",
     "anchor",
     "anchor_full",
     "kept",
@@ -270,6 +271,14 @@ def test_identical_device_teacher_has_no_divergence(measured: Any, world: int) -
     assert abs(found["view"]) < 1e-5 < 1e-2 < found["view_mean"]
     assert found["self_identity"]["mean"] <= 1e-6 and found["self_shifted"]["mean"] > 1e-2
     assert found["grads"] == 0 and found["checks"]
+
+
+@each_world
+def test_rows_of_several_teachers_in_one_update(measured: Any, world: int) -> None:
+    found = measured(world, "routed")
+    assert found["loss_value"] > 1e-3 and found["loss"] < 1e-5 and found["divergence"] < 1e-4 and found["grad"] < 1e-3
+    assert found["teachers"] == [0, 1]
+    assert "rows that share a forward have the same one" in found["mixed"]
 
 
 DEVICE_REFUSED = {

@@ -1,77 +1,185 @@
-"""The trainer's scoring step on a local Ray: verl's resource pool, the teacher's workers, and the rows in TransferQueue."""
+"""The queues before two teachers on a local Ray: verl's resource pools, a server, the cache, the trainer's scoring step and the agent loop's."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import pytest
 import ray
 import torch
 from tensordict import TensorDict
 
-from verl_opsd.config import TeacherConfig
+from verl_opsd.config import OpsdConfig
 from verl_opsd.models.tiny import make_tiny
-from verl_opsd.teachers.base import Pass
+from verl_opsd.teachers.base import Pass, common, on_the_wire
 from verl_opsd.teachers.device import DeviceTeacher
+from verl_opsd.teachers.server import ServerTeacher
 from verl_opsd.tokens.rows import padding_fields
 
 ROOT = Path(__file__).parents[3]
+V = 2048
 
 
-@pytest.fixture(autouse=True)
-def local_ray() -> Iterator[None]:
-    env = {"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}}
-    ray.init(num_cpus=16, num_gpus=1, include_dashboard=False, object_store_memory=100_000_000, runtime_env=env)
+@pytest.fixture
+def local_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("OPSD_CACHE", str(tmp_path / "cache"))
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "OPSD_CACHE": str(tmp_path / "cache")}
+    ray.init(
+        num_cpus=24,
+        num_gpus=2,
+        include_dashboard=False,
+        object_store_memory=100_000_000,
+        runtime_env={"env_vars": env},
+        log_to_driver=False,
+    )
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     yield
     ray.shutdown()
 
 
-def test_signal_of_every_row_is_in_the_queue(tmp_path: Path) -> None:
+@pytest.fixture
+def models(tmp_path: Path) -> dict[str, str]:
+    return {n: str(make_tiny(tmp_path / n, seed=5, hidden_size=h)) for n, h in (("big", 96), ("small", 32))}
+
+
+@pytest.fixture
+def url(models: dict[str, str]) -> Iterator[str]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, str(ROOT / "tests" / "logprob_server.py"), str(port), models["small"]]
+    process = subprocess.Popen(command)
+    for _ in range(600):
+        try:
+            httpx.get(f"http://127.0.0.1:{port}/v1/models")
+            break
+        except httpx.TransportError:
+            time.sleep(0.1)
+    yield f"http://127.0.0.1:{port}"
+    process.kill()
+    process.wait()
+
+
+def config(models: dict[str, str], url: str) -> OpsdConfig:
+    members = {
+        "big": {
+            "kind": "device",
+            "path": models["big"],
+            "dtype": "float32",
+            "devices": 2,
+            "ranks": 2,
+            "cache": True,
+            "tasks": ["a/*"],
+        },
+        "small": {"kind": "server", "path": models["small"], "url": url, "cache": True, "tasks": ["b/*"]},
+    }
+    return OpsdConfig.parse(
+        {
+            "recipe": "opd",
+            "scale": "local",
+            "mode": "online",
+            "tasks": {"dataset": "pocket", "train": "pocket_train", "eval": "pocket_eval"},
+            "brief": {"name": "peer_spec"},
+            "teacher": {"kind": "routed", "members": members},
+            "loss": {"support": "teacher_topk", "top_k": 3},
+            "contract": {"context_length": 4096, "max_tokens": 96},
+        }
+    )
+
+
+def rows_for(lengths: tuple[int, ...], positions: list[list[int]], teachers: list[int]) -> list[dict[str, Any]]:
+    """Rows with a brief of 4 tokens in front."""
+    g = torch.Generator().manual_seed(3)
+    brief, rows = torch.randint(V, (4,), generator=g), []
+    for n, p, teacher in zip(lengths, positions, teachers, strict=True):
+        ids, position = torch.randint(V, (n,), generator=g), torch.tensor(p, dtype=torch.int64)
+        row = padding_fields(ids)
+        if p:
+            row |= {k: torch.zeros(len(p), dtype=v.dtype) for k, v in row.items() if v.numel() == 0} | {
+                "opsd_position": position
+            }
+            row |= {
+                "opsd_view_ids": torch.cat([brief, ids]),
+                "opsd_view_len": torch.tensor([n + 4]),
+                "opsd_view_pos": position + 4,
+            }
+        rows.append(row | {"input_ids": ids, "opsd_teacher": torch.tensor([teacher])})
+    return rows
+
+
+def wanted(opsd: OpsdConfig, models: dict[str, str], url: str, rows: list[dict[str, Any]], source: str) -> list[torch.Tensor]:
+    """Signals of the same rows from teachers in this process."""
+    big = DeviceTeacher(models["big"], torch.float32, "cpu", "big")
+
+    async def scored() -> list[torch.Tensor]:
+        small = ServerTeacher(url, models["small"], "small", 3, V)
+        await small.probe()
+        width, dtype = common([big.voice, small.voice])
+        out = []
+        for r in rows:
+            ids, p = (r["opsd_view_ids"], r["opsd_view_pos"]) if source == "view" else (r["input_ids"], r["opsd_position"])
+            row = [Pass(0, torch.arange(len(p)), ids, p)] if len(p) else []
+            packed = big.voice.pack(big.score(row)) if int(r["opsd_teacher"]) == 0 else small.voice.pack(await small.score(row))
+            out.append(on_the_wire(packed, width, dtype))
+        return out
+
+    return asyncio.run(scored())
+
+
+def assert_same(got: Any, want: list[torch.Tensor]) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert not len(b) or float((a - b).norm() / b.norm()) < 1e-5
+
+
+def test_two_teachers_score_their_own_rows(local_ray: None, models: dict[str, str], url: str) -> None:
     import transfer_queue as tq
     from verl.single_controller.ray import RayResourcePool
     from verl.utils.transferqueue_utils import _meta_to_realdata
 
     from verl_opsd.verl_adapter.passes import jagged
-    from verl_opsd.verl_adapter.teacher import teacher_pool
+    from verl_opsd.verl_adapter.teacher_client import TeacherClient
+    from verl_opsd.verl_adapter.teacher_queue import pools_of, start_teachers
     from verl_opsd.verl_adapter.trainer import OpsdTrainer
 
-    path = str(make_tiny(tmp_path / "teacher", seed=5, hidden_size=96))
-    pool = teacher_pool(TeacherConfig("device", path, 1, "float32"), RayResourcePool([1], use_gpu=True, name_prefix="t"))
-    g = torch.Generator().manual_seed(3)
-    own = [torch.randint(2048, (n,), generator=g) for n in (12, 9, 15)]
-    brief = torch.randint(2048, (4,), generator=g)
-    position = [torch.tensor([3, 6, 7]), torch.tensor([], dtype=torch.int64), torch.tensor([1, 12])]
-    rows = []
-    for ids, p in zip(own, position, strict=True):
-        row = padding_fields(ids)
-        if len(p):
-            row |= {k: torch.zeros(len(p), dtype=v.dtype) for k, v in row.items() if v.numel() == 0} | {"opsd_position": p}
-            row |= {
-                "opsd_view_ids": torch.cat([brief, ids]),
-                "opsd_view_len": torch.tensor([len(ids) + 4]),
-                "opsd_view_pos": p + 4,
-            }
-        rows.append(row | {"input_ids": ids})
-    tq.init()
-    keys = ["a_0", "b_0", "c_0"]
-    fields = TensorDict({k: jagged([r[k] for r in rows]) for k in rows[0]}, batch_size=3)
-    batch = tq.kv_batch_put(keys=keys, partition_id="train", fields=fields, tags=[{}] * 3)
-    batch.extra_info = {"epochs": 2}
+    opsd = config(models, url)
+    assert pools_of(opsd) == {"opsd_teacher_0": [1, 1]}
+    slots = {"opsd_teacher_0": RayResourcePool([1, 1], use_gpu=True, name_prefix="t", max_colocate_count=1)}
+    teachers = start_teachers(opsd, slots, V, "tokenizer")
+    assert [t.name for t in teachers] == ["big", "small"] and [t.voice.width for t in teachers] == [96, 9]
+    assert tuple(ray.get(teachers[0].head_weight()).shape) == (V, 96) and ray.get(teachers[1].head_weight()) is None
 
-    own_teacher = DeviceTeacher(path, torch.float32, "cpu", "t")
+    # An episode that ended, as the agent loop sees it.
+    ended = [SimpleNamespace(opsd_row=r) for r in rows_for((12, 9), [[3, 7], [5]], [0, 1])]
+    asyncio.run(TeacherClient(opsd).add_signals(ended))
+    assert_same([o.opsd_row["opsd_signal"] for o in ended], wanted(opsd, models, url, [o.opsd_row for o in ended], "view"))
+    asyncio.run(TeacherClient(opsd).add_signals(ended))
+    assert [(t.report()["cache_hits"], t.report()["cache_misses"]) for t in teachers] == [(1, 1), (1, 1)]
+
+    # A batch, as the trainer sees it.
+    rows = rows_for((12, 9, 15, 11), [[3, 6, 7], [], [1, 12], [2]], [0, 1, 1, 0])
+    tq.init()
+    keys = ["a_0", "b_0", "c_0", "d_0"]
+    fields = TensorDict({k: jagged([r[k] for r in rows]) for k in rows[0]}, batch_size=4)
+    batch = tq.kv_batch_put(keys=keys, partition_id="train", fields=fields, tags=[{"is_padding": k == "d_0"} for k in keys])
+    batch.extra_info = {"epochs": 2}
+    trainer: Any = SimpleNamespace(teachers=teachers)
     for source in ("own", "view", "own"):  # written again each time
-        scored = OpsdTrainer.score(SimpleNamespace(teacher=pool, signals=None), batch, source)  # type: ignore[arg-type]
+        scored = OpsdTrainer.score(trainer, batch, source)
         assert scored.keys == keys and scored.extra_info == {"epochs": 2} and "opsd_signal" in scored.fields
         data = _meta_to_realdata(scored)  # what a training worker gets
-        signals = data["opsd_signal"].unbind()
-        assert [tuple(s.shape) for s in signals] == [(3, 96), (0, 96), (2, 96)]
-        for ids, p, signal in zip(own, position, signals, strict=True):
-            if len(p):
-                view, shift = (ids, 0) if source == "own" else (torch.cat([brief, ids]), 4)
-                want = own_teacher.score([Pass(0, torch.arange(len(p)), view, p + shift)]).hidden_NH
-                assert want is not None and float((signal - want).norm() / want.norm()) < 1e-6
+        assert_same(data["opsd_signal"].unbind(), wanted(opsd, models, url, rows, source))
+    OpsdTrainer._clear_padding_signals(trainer, scored)
+    cleared = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=["opsd_signal"])["opsd_signal"].unbind()
+    assert [tuple(s.shape) for s in cleared] == [(3, 96), (0, 96), (2, 96), (0, 96)]
     tq.close()

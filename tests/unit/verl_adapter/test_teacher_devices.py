@@ -16,7 +16,8 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import make_tiny
 from verl_opsd.paths import conf_dir
 from verl_opsd.plugin import register_resolvers
-from verl_opsd.verl_adapter.requirements import check_hardware, check_teacher
+from verl_opsd.verl_adapter.requirements import check_hardware
+from verl_opsd.verl_adapter.teacher_checks import check_teachers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,7 +104,7 @@ def test_teacher_must_read_the_students_ids_and_lengths(monkeypatch: pytest.Monk
             teacher=dataclasses.replace(opsd.teacher, path=str(path)),
             contract=dataclasses.replace(opsd.contract, **contract),
         )
-        check_teacher(changed, str(student))
+        check_teachers(changed, str(student))
 
     check(wide)
     with pytest.raises(OpsdError, match="16384 tokens"):

@@ -1,0 +1,129 @@
+"""Before anything starts: a teacher that is another model reads the student's ids as the student does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from verl_opsd.config import OpsdConfig
+from verl_opsd.config_teacher import ModelTeacher
+from verl_opsd.errors import OpsdError
+from verl_opsd.verl_adapter.requirements import check_model_path
+from verl_opsd.verl_adapter.routes import models_of
+
+_CHAT = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "yz"}]
+
+
+def check_teachers(opsd: OpsdConfig, student_path: str) -> None:
+    """Every teacher of another model against the student: vocabulary, special tokens, end of a turn, generation prefix, context. A server
+    is asked what it can do.
+
+    Raises:
+        OpsdError: names teacher, what differs and both values.
+        InfraFault: a server that can't be reached.
+    """
+    for name, model in models_of(opsd).items():
+        where = "opsd.teacher" if opsd.teacher.kind != "routed" else f"opsd.teacher.members.{name}"
+        assert model.path is not None
+        check_model_path(model.path, f"{where}.path")
+        check_tokens(student_path, model.path, where)
+        limit = _positions(model.path)
+        if model.kind == "server":
+            served = server_length(opsd, name, model, _vocabulary(student_path))
+            limit = min((n for n in (limit, served) if n is not None), default=None)
+        context = opsd.contract.context_length
+        if _vocabulary(student_path) != _vocabulary(model.path) or (limit is not None and limit < context):
+            raise OpsdError(
+                f"{where}.path={model.path} with {_vocabulary(model.path)} vocabulary rows and a context of {limit} tokens",
+                f"the student has {_vocabulary(student_path)} rows, and opsd.contract.context_length={context} tokens are scored",
+                "choose a teacher of the student's family, or lower the context length",
+            )
+
+
+def check_tokens(student_path: str, teacher_path: str, where: str = "opsd.teacher") -> None:
+    """Vocabulary, ends of a turn and generation prefix of both sides agree, id by id.
+
+    Raises:
+        OpsdError: the first of them that differs, with both values.
+    """
+    from transformers import AutoTokenizer
+
+    ours, theirs = (AutoTokenizer.from_pretrained(p) for p in (student_path, teacher_path))
+    a, b = ours.get_vocab(), theirs.get_vocab()
+    different = sorted((k for k in a.keys() | b.keys() if a.get(k) != b.get(k)), key=lambda k: (a.get(k, 1 << 30), k))
+    ends = (ours.eos_token_id, theirs.eos_token_id)
+    if different or ends[0] != ends[1]:
+        shown = ", ".join(f"{k!r}: {a.get(k)} / {b.get(k)}" for k in different[:3]) or f"end token {ends[0]} / {ends[1]}"
+        raise OpsdError(
+            f"{where}.path={teacher_path} has another tokenizer than the student ({len(different)} entries: {shown})",
+            "the teacher re-scores the student's own token ids, so both must read them alike",
+            "choose a teacher of the student's family",
+        )
+    stops = [_stops(p) for p in (student_path, teacher_path)]
+    frames = [frame(t) for t in (ours, theirs)]
+    compared: list[tuple[str, list[int] | None, list[int] | None]] = [
+        ("tokens that end a turn (generation_config)", stops[0], stops[1]),
+        ("generation prefix", frames[0][0], frames[1][0]),
+        ("tokens after a reply", frames[0][1], frames[1][1]),
+    ]
+    for what, mine, other in compared:
+        if mine is not None and other is not None and mine != other:
+            raise OpsdError(
+                f"{where}.path={teacher_path} has other {what} than the student: {_named(ours, mine)} / {_named(ours, other)}",
+                "the teacher is asked about replies that begin and end as its own do; elsewhere its probabilities are of another place",
+                "choose a teacher with the student's chat template, or give both the same template",
+            )
+
+
+def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Ids of the generation prefix, and those that follow a reply's text, by the tokenizer's chat template."""
+
+    def render(messages: list[dict[str, str]], prompt: bool) -> list[int]:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    asked, prompted = render(_CHAT[:1], False), render(_CHAT[:1], True)
+    text = tokenizer.apply_chat_template(_CHAT, tokenize=False)
+    return prompted[len(asked) :], list(tokenizer.encode(text[text.rindex("yz") + 2 :], add_special_tokens=False))
+
+
+def server_length(opsd: OpsdConfig, name: str, model: ModelTeacher, vocabulary: int) -> int | None:
+    """Tokens that a server's model takes, once the server has shown that it gives what a teacher gives (``ServerTeacher.probe``)."""
+    from verl_opsd.teachers.server import ServerTeacher
+
+    assert model.url is not None and model.path is not None
+    teacher = ServerTeacher(model.url, model.path, name, opsd.loss.top_k or 0, vocabulary, model.requests)
+    return asyncio.run(teacher.probe()).max_length
+
+
+def teacher_positions(opsd: OpsdConfig, student_path: str) -> int | None:
+    """Tokens that every model which scores this run's views takes; None where none says."""
+    paths = [m.path for m in models_of(opsd).values() if m.path is not None] or [student_path]
+    return min((n for n in map(_positions, paths) if n is not None), default=None)
+
+
+def _positions(path: str) -> int | None:
+    from verl_opsd.verl_adapter.brief_checks import positions_of
+
+    return positions_of(path)
+
+
+def _vocabulary(path: str) -> int:
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(path).get_text_config().vocab_size)
+
+
+def _stops(path: str) -> list[int] | None:
+    """Ids at which generation of a reply ends, as the model's folder says; None where it does not."""
+    from transformers import GenerationConfig
+
+    try:
+        found = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # a folder without one
+        return None
+    return None if found is None else sorted(found) if isinstance(found, list) else [found]
+
+
+def _named(tokenizer: Any, ids: list[int]) -> str:
+    return f"{ids} {tokenizer.convert_ids_to_tokens(ids)}"
