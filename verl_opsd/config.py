@@ -67,6 +67,23 @@ class BriefConfig:
 
 
 @dataclass(frozen=True)
+class ActorBriefConfig:
+    """A brief in the actors' own prompts, for evaluating a context or collecting with a hint; ``none``: there is none.
+
+    Attributes:
+        name: a registered brief, or several joined by ``+``.
+        where: which episodes: ``eval``, ``train``, ``both``. Before training a hint is taken out of the ids again.
+        allow_answer: let it hold answers; such episodes count in no standings.
+        files: as in ``BriefConfig``.
+    """
+
+    name: str = "none"
+    where: Literal["eval", "train", "both"] = "eval"
+    allow_answer: bool = False
+    files: str | None = None
+
+
+@dataclass(frozen=True)
 class LossConfig:
     """The objective; the formulas are in ``verl_opsd.distill``.
 
@@ -263,6 +280,7 @@ class OpsdConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     dry_run: bool = False
+    actor_brief: ActorBriefConfig = field(default_factory=ActorBriefConfig)
     student: Literal["", "tiny", "smollm"] = ""
     corpus: str | None = None
     varies: str | None = None
@@ -351,11 +369,24 @@ def _contradictions(c: OpsdConfig) -> None:
         raise OpsdError(what, rule, way_out)
 
     teacher_contradictions(c.teacher, c.loss)
-    if ("workflow" in c.brief.name.split("+")) != bool(c.brief.files):
+    for where, brief in (("brief", c.brief), ("actor_brief", c.actor_brief)):
+        if ("workflow" in brief.name.split("+")) != bool(brief.files):
+            refuse(
+                f"opsd.{where}.name={brief.name} with opsd.{where}.files={brief.files}",
+                "the brief `workflow`, and no other, is read from files, one a pair",
+                "name the folder of the workflows, or remove the key",
+            )
+    if c.actor_brief.name == "none" and c.actor_brief != ActorBriefConfig():
         refuse(
-            f"opsd.brief.name={c.brief.name} with opsd.brief.files={c.brief.files}",
-            "the brief `workflow`, and no other, is read from files, one a pair",
-            "name the folder of the workflows, or remove the key",
+            f"opsd.actor_brief={c.actor_brief}",
+            "without a brief its other keys would be ignored",
+            "name a brief, or leave them out",
+        )
+    if c.mode == "offline" and c.actor_brief.where != "eval":
+        refuse(
+            f"opsd.actor_brief.where={c.actor_brief.where} with mode=offline",
+            "an offline run collects nothing; what its corpus was collected with is read from there",
+            "use where=eval",
         )
     window, context, limit = c.brief.too_long == "window", c.brief.window_context, c.brief.max_view_tokens
     if (context is not None) != window or (context is not None and not 0 <= context < (limit or math.inf)):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from verl_opsd.errors import OpsdError
-from verl_opsd.evaluation.report import standings
 from verl_opsd.rundir import RunDir
 from verl_opsd.teachers.worth import Matrix, parse
 from verl_opsd.tokens.store import EpisodeStore
@@ -30,9 +29,23 @@ def read_matrix(path: Path) -> Matrix:
 
 
 def _measured(cell: dict[str, Any], base: Path) -> dict[str, Any]:
+    """A cell with the counts of its run's scored evaluation episodes; a context that is an answer counts here, though in no standings.
+
+    Raises:
+        OpsdError: no episodes, or the run's actors had read another brief than the cell's context.
+    """
     run = RunDir((base / cell["run"]).expanduser())
     if not run.episodes.is_dir():
         raise OpsdError(f"{run.path} holds no episodes", "a cell's run is an evaluation run's directory", "correct the path")
-    found = standings(e for e in EpisodeStore(run.episodes).episodes() if e.split == "eval")
-    counts = {k: [found[k]["passed"], found[k]["total"]] for k in ("pairs", "features")}
+    meta = run.path / "meta.json"
+    said = json.loads(meta.read_text()).get("opsd", {}).get("actor_brief") if meta.is_file() else None
+    if said is not None and said["where"] != "train" and said["name"] != cell.get("context"):
+        raise OpsdError(
+            f"the cell of context {cell.get('context')!r} names {run.path}, whose actors had read {said['name']!r}",
+            "a context's numbers are those of a run with this brief in the actors' own prompts",
+            "name the run that was evaluated with opsd.actor_brief.name of the context",
+        )
+    grades = [e.grade for e in EpisodeStore(run.episodes).episodes() if e.split == "eval" and e.grade is not None]
+    passed = [[f.passed for f in g.features] for g in grades]
+    counts = {"pairs": [sum(map(all, passed)), len(passed)], "features": [sum(map(sum, passed)), 2 * len(passed)]}
     return {**{k: v for k, v in cell.items() if k != "run"}, **counts}

@@ -42,10 +42,11 @@ from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.branches import build_trajectories
 from verl_opsd.tokens.build_rows import build_row, prompt_response
 from verl_opsd.tokens.classes import token_classes
-from verl_opsd.tokens.gateway import Gateway, Generation
+from verl_opsd.tokens.gateway import Gateway, Generation, TokenBuilder
 from verl_opsd.tokens.records import TOKEN_CLASSES, Episode, Grade, Sampling, Trajectory, TurnRecord
 from verl_opsd.tokens.rows import padding_fields
 from verl_opsd.tokens.store import EpisodeStore
+from verl_opsd.verl_adapter.actor_briefs import HintedBuilder, actor_briefs, copying_turns, hints_of, without_hint
 from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder
 from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
 from verl_opsd.verl_adapter.routes import teacher_of
@@ -222,13 +223,15 @@ class OpsdPairLoop(AgentLoopBase):
     async def _episode(self, rt: Runtime, pair: PairTask, episode_id: str) -> tuple[Episode, InfraFault | None]:
         """One episode, and the infrastructure fault that ended it."""
         engine = VerlEngine(self.server_manager, self.rollout_config.name, rt.contract.wall_limit_s, pair.key)
-        gateway = Gateway(
-            engine,
-            VerlTokenBuilder(self.tokenizer, model_type_of(self.config.actor_rollout_ref.model.path)),
-            VerlReplyParser(self.tokenizer, rt.contract.tool_parser),
-            rt.contract,
-        )
-        sessions = {f"agent{i}": gateway.session(episode_id, f"agent{i}") for i in (1, 2)}
+        builder: TokenBuilder = VerlTokenBuilder(self.tokenizer, model_type_of(self.config.actor_rollout_ref.model.path))
+        parser = VerlReplyParser(self.tokenizer, rt.contract.tool_parser)
+        hints, sessions = actor_briefs(rt.opsd.actor_brief, pair), {}
+        for agent in agents_of(pair):
+            hinted = builder
+            if agent in hints:
+                ids = hints[agent].ids(self.tokenizer)
+                hinted = HintedBuilder(builder, ids, ChatMarkers.from_tokenizer(self.tokenizer))
+            sessions[agent] = Gateway(engine, hinted, parser, rt.contract).session(episode_id, agent)
         started, fault, grade, done = time.time(), None, None, None
         prepared = load_prepared(cache_dir(), pair.repo, pair.task_id)
         try:
@@ -258,7 +261,8 @@ class OpsdPairLoop(AgentLoopBase):
             )
         except InfraFault as e:
             fault = e
-        return _record(rt, pair, prepared.near_benchmark, episode_id, sessions, done, grade, fault, started), fault
+        kinds = {a: hints[a].kind if a in hints else "none" for a in sessions}
+        return _record(rt, pair, prepared.near_benchmark, episode_id, sessions, kinds, done, grade, fault, started), fault
 
 
 def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenizer: Any) -> list[AgentLoopOutput]:
@@ -275,6 +279,8 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
     teacher = teacher_of(opsd, pair)
     left_out: dict[str, str] = {}
     windows: list[str] = []
+    hints = hints_of(opsd, pair, episode) if pair.split == "train" else {}
+    markers = ChatMarkers.from_tokenizer(tokenizer)
     for agent, brief in briefs_for(opsd, pair, episode).items():
         turns = [t for t in episode.turns if t.agent_id == agent]
         if isinstance(brief, NoBrief):
@@ -282,10 +288,18 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
             left_out |= {f"{agent}/{t.branch}": "no brief" for t in turns}
             continue
         keep = kept_turns(opsd.loss, turns)
+        if agent in hints:
+            texts = {t.turn: tokenizer.decode(t.response_ids.tolist()) for t in turns}
+            copied = copying_turns(pair, hints[agent], texts)
+            keep -= set(copied)
+            detail = f"{episode.episode_id}/{agent}: turns that copy code of the hint {hints[agent].name} carry no loss: {sorted(copied)}"
+            RunDir.from_env().evidence("hint_copied", len(copied), None, None, detail)
         branches = build_trajectories(turns, classify=lambda ids: token_classes(ids.tolist(), tokenizer.decode))
         for branch in branches:
             if not branch.loss_mask.any():
                 continue
+            if agent in hints:
+                branch = without_hint(branch, hints[agent].ids(tokenizer), markers)
             prompt, response, mask, logprobs = prompt_response(branch)
             try:
                 view = training_view(opsd, branch, brief, tokenizer)
@@ -355,6 +369,7 @@ def _record(
     near_benchmark: str,
     episode_id: str,
     sessions: dict[str, Any],
+    kinds: dict[str, Any],
     done: PairRun | None,
     grade: Grade | None,
     fault: InfraFault | None,
@@ -372,7 +387,7 @@ def _record(
         turns=turns,
         agents=() if done is None else done.agents,
         grade=grade,
-        brief_kinds=dict.fromkeys(sessions, "none"),
+        brief_kinds=kinds,
         model_version=max((t.model_version for t in turns), default=-1),
         near_benchmark=near_benchmark,
         t_start=started,

@@ -23,6 +23,7 @@ from verl_opsd.evidence.predictions import write_down
 from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.verl_adapter import budget
+from verl_opsd.verl_adapter.actor_briefs import actor_briefs
 from verl_opsd.verl_adapter.brief_checks import check_briefs, check_worth, record_briefs, record_worth
 from verl_opsd.verl_adapter.contradictions import check_rounds, check_verl_keys, check_with_verl, data_file
 from verl_opsd.verl_adapter.found import check_siblings, freeze_contract, record_tasks
@@ -227,6 +228,8 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     else:
         taught = train
     check_routes(opsd, taught)
+    for pair in train + evaluation:
+        actor_briefs(opsd.actor_brief, pair)
     briefs = check_briefs(opsd, taught, model_path)
     worth = None if opsd.brief.name == "none" else check_worth(opsd)  # the identity arm distils nothing
     if opsd.dry_run:
