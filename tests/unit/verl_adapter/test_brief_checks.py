@@ -150,7 +150,7 @@ def episode(student: str, patch: str, reply_tokens: int = 5, split: str = "train
     pair = PAIRS[0]
     outcomes = tuple(AgentOutcome(f"agent{i}", i, "Submitted", 1, p, 0, True) for i, p in ((1, patch), (2, "")))
     return (
-        Episode("e", pair.repo, pair.task_id, pair.features, split, "h", "scored", turns, outcomes, grade, "none", 0),
+        Episode("e", pair.repo, pair.task_id, pair.features, split, "h", "scored", turns, outcomes, grade, {}, 0),
         tokenizer,
     )
 
