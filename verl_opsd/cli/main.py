@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from verl_opsd import __version__
 from verl_opsd.errors import OpsdError
@@ -22,6 +21,7 @@ def parser() -> argparse.ArgumentParser:
         export,
         matrix,
         probe,
+        report,
         select,
         standings,
         tasks,
@@ -42,27 +42,8 @@ def parser() -> argparse.ArgumentParser:
     select.add_parser(subparsers)
     evidence.add_parser(subparsers)
     episodes.add_parser(subparsers)
-    report = subparsers.add_parser("report", help="show the table of a finished run")
-    report.add_argument("run", type=Path, help="run directory")
-    report.set_defaults(func=_report)
+    report.add_parser(subparsers)
     return p
-
-
-def _report(args: argparse.Namespace) -> int:
-    from verl_opsd.evaluation.report import print_table
-
-    path = args.run / "report.json"
-    if not path.is_file():
-        raise OpsdError(f"{path} does not exist", "a report is written when a run has ended", "name the run's directory")
-    try:
-        print_table(path)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OpsdError(
-            f"{path} is not a report of this version ({type(error).__name__}: {error})",
-            "a report is the JSON that a run of the same version has written",
-            "name another run, or run again with the same hydra.run.dir to write it anew",
-        ) from error
-    return 0
 
 
 def main(argv: list[str] | None = None) -> int:

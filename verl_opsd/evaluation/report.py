@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from verl_opsd.config import LossConfig, OpsdConfig
 from verl_opsd.distill.telemetry import DEPTHS, TURN_POSITIONS, TURNS, Ledger, Telemetry, bucket, parts
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.statistics import wilson
-from verl_opsd.rundir import RunDir, write_json
+from verl_opsd.evidence.chain import lines
+from verl_opsd.evidence.predictions import JUDGED
+from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.branches import build_trajectories, statistics
 from verl_opsd.tokens.records import TOKEN_CLASSES, Episode
 from verl_opsd.tokens.store import EpisodeStore
@@ -193,10 +195,13 @@ def trained_episodes(run: RunDir, opsd: OpsdConfig, episodes: Iterable[Episode])
     return [e for e in episodes if e.split == "train" and int(e.episode_id.split("-")[1]) in rounds]
 
 
-def build_report(run: RunDir, opsd: OpsdConfig) -> dict[str, Any]:
-    """The report as plain values; see the module's docstring."""
+def build_report(run: RunDir, opsd: OpsdConfig, episodes: Sequence[Episode]) -> dict[str, Any]:
+    """The report as plain values; see the module's docstring.
+
+    Args:
+        episodes: of the run's store.
+    """
     contract = run.contract()
-    episodes = list(EpisodeStore(run.episodes).episodes()) if run.episodes.is_dir() else []
     stages = run.stages()
     seconds: Counter[str] = Counter()
     for s in stages:
@@ -205,8 +210,7 @@ def build_report(run: RunDir, opsd: OpsdConfig) -> dict[str, Any]:
     branches = [
         t for e in episodes for a in ("agent1", "agent2") for t in build_trajectories([r for r in e.turns if r.agent_id == a])
     ]
-    evidence = run.path / "evidence.jsonl"
-    gates = [json.loads(line) for line in evidence.read_text().splitlines()] if evidence.is_file() else []
+    gates = [x for x in lines(run.path) if not x["gate"].startswith(JUDGED)]
     return {
         "recipe": opsd.recipe,
         "scale": opsd.scale,
@@ -236,13 +240,6 @@ def build_report(run: RunDir, opsd: OpsdConfig) -> dict[str, Any]:
             "failed": [g for g in gates if g["verdict"] == "fail"],
         },
     }
-
-
-def write_report(run: RunDir, opsd: OpsdConfig) -> dict[str, Any]:
-    """Builds the report and writes ``report.json``."""
-    report = build_report(run, opsd)
-    write_json(run.report, report)
-    return report
 
 
 def print_table(path: Path) -> None:

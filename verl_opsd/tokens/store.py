@@ -280,7 +280,7 @@ class EpisodeStore:
 
     def _table(self, path: Path, schema: pa.Schema, header: dict[str, Any] | None) -> pa.Table:
         try:
-            table = pq.read_table(path)
+            table = pq.ParquetFile(path).read()
         except (OSError, pa.ArrowException) as error:
             raise OpsdError(
                 f"{path}: {error}",

@@ -34,7 +34,8 @@ from verl_opsd import resume
 from verl_opsd.config import OpsdConfig
 from verl_opsd.distill.policy import PpoClip
 from verl_opsd.errors import OpsdError
-from verl_opsd.evaluation.report import write_report
+from verl_opsd.evaluation.page.episodes import Options
+from verl_opsd.evaluation.write import write_report
 from verl_opsd.rundir import RunDir
 from verl_opsd.teachers.base import common
 from verl_opsd.teachers.cache import tokenizer_hash
@@ -183,7 +184,7 @@ class OpsdTrainer(PPOTrainerSync):
         if self.config.trainer.save_freq <= 0 and not self.config.trainer.val_only:
             self._export_adapter(self.total_training_steps)
         check_tasks_unchanged(self.run_dir)
-        write_report(self.run_dir, self.opsd)
+        write_report(self.run_dir, self.opsd, Options(tokenizer=self.tokenizer))
 
     def _load_checkpoint(self) -> None:
         self.actor_rollout_wg.opsd_keep(self.make_loss())  # copies of the weights are what the model was before any training

@@ -32,7 +32,7 @@ def episode(name: str, passed: bool = False, version: int = 0) -> Episode:
     features = tuple(FeatureGrade(i, passed, 3 if passed else 1, 0 if passed else 2, 0) for i in (1, 2))
     agents = tuple(AgentOutcome(f"agent{i}", i, "Submitted", 3, "diff", 1, True) for i in (1, 2))
     grade = Grade("clean", None, {"agent1": "applied"}, (features[0], features[1]))
-    return Episode(name, "repo", 7, (1, 2), "eval", CONTRACT.hash, "scored", (), agents, grade, "none", version)
+    return Episode(name, "repo", 7, (1, 2), "eval", CONTRACT.hash, "scored", (), agents, grade, {}, version)
 
 
 @pytest.fixture

@@ -1,0 +1,121 @@
+"""What the page and ``report.json`` say alike: models, standings, behaviour, comparisons, numbers, verdicts on predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from verl_opsd.evaluation.behaviour.table import behaviour as behaviour_table
+from verl_opsd.evaluation.compare import compare
+from verl_opsd.evaluation.numbers import behaviour_numbers, training_numbers
+from verl_opsd.evaluation.page.gather import RunData
+from verl_opsd.evaluation.page.parts import Model
+from verl_opsd.evaluation.shapes import BehaviourTable, Comparison, Standing
+from verl_opsd.evaluation.standings import model_info, outcomes, standing
+from verl_opsd.evidence.predictions import Judged, Number, judge
+from verl_opsd.tokens.records import Episode
+
+
+@dataclass(frozen=True)
+class Page:
+    """What the page and ``report.json`` say alike.
+
+    Attributes:
+        found: standing of each of ``models``. compared: paired comparisons with the first of them.
+        numbers, judged: run name -> its numbers; -> its predictions by the name of their file.
+    """
+
+    runs: Sequence[RunData]
+    models: Sequence[Model]
+    found: Sequence[Standing]
+    compared: Sequence[Comparison]
+    table: BehaviourTable | None
+    numbers: Mapping[str, Mapping[str, Number]]
+    judged: Mapping[str, Mapping[str, Sequence[Judged]]]
+
+
+def models_of(runs: Sequence[RunData]) -> list[Model]:
+    """The models that the tables compare: of one run its training episodes and every version that was evaluated; of several, the last
+    evaluated version of each (its training episodes where none was)."""
+    out: list[Model] = []
+    for r in runs:
+        versions = sorted(
+            {e.model_version for e in r.episodes if e.split == "eval" and e.scored}
+            or {e.model_version for e in r.episodes if e.split == "eval"}
+        )
+        by_version = {v: [e for e in r.episodes if e.split == "eval" and e.model_version == v] for v in versions}
+        lost = [e for e in r.episodes if e.split == "eval" and e.model_version not in by_version]
+        if versions and lost:  # a pair that failed before its first turn has no version
+            by_version[versions[-1]] += lost
+        train = [e for e in r.episodes if e.split == "train"]
+        chosen: list[tuple[str, str, int | None, list[Episode]]] = []
+        if len(runs) > 1 and versions:
+            chosen = [(f"{r.name}:eval", r.name, versions[-1], by_version[versions[-1]])]
+        elif len(runs) > 1:
+            chosen = [(f"{r.name}:train", f"{r.name} (training)", None, train)]
+        else:
+            chosen += [("train", "training episodes", None, train)] if train else []
+            chosen += [
+                ("eval" if v == versions[-1] else f"eval@{v}", f"evaluation, version {v}", v, by_version[v]) for v in versions
+            ]
+        out += [
+            Model(key, label, r, "train" if version is None else "eval", version, episodes)
+            for key, label, version, episodes in chosen
+        ]
+    return out
+
+
+def numbers_of(run: RunData, models: Sequence[Model], table: BehaviourTable | None) -> dict[str, Number]:
+    """The numbers of one run, by the keys of ``evaluation.numbers``."""
+    found = training_numbers(run.report)
+    if table is not None:
+        mine = {m.key: m.key.removeprefix(f"{run.name}:") for m in models if m.run is run}
+        for key, n in behaviour_numbers(table).items():
+            model, _, metric = key.rpartition(".")
+            if model in mine:
+                found[f"{mine[model]}.{metric}"] = n
+    return found
+
+
+def measure(runs: Sequence[RunData], teacher: str | None = None) -> Page:
+    """Standings, behaviour, comparisons and verdicts on predictions of the runs.
+
+    Args:
+        teacher: name of the run in which the teacher itself acted: the action mix is then shown with its drift from the first run.
+
+    The versions of one run, and the runs of a comparison, are compared with the first of them by pairs and by features.
+    """
+    models = models_of(runs)
+    base = models[0].key if teacher is not None else None
+    taught = next((m.key for m in models if m.run.name == teacher), None)
+    table = behaviour_table({m.key: m.episodes for m in models}, base=base, teacher=taught) if models else None
+    numbers = {r.name: numbers_of(r, models, table) for r in runs}
+    found = [standing(m.label, m.episodes, model_info(m.run.run.path, m.episodes)) for m in models]
+    return Page(
+        runs=runs,
+        models=models,
+        found=found,
+        compared=_compared([m for m in models if m.version is not None]),
+        table=table,
+        numbers=numbers,
+        judged={r.name: judge(r.run.path, numbers[r.name]) for r in runs},
+    )
+
+
+def _compared(models: Sequence[Model]) -> list[Comparison]:
+    rng = np.random.default_rng(0)
+    out: list[Comparison] = []
+    for metric in ("pairs", "features"):
+        scores = [outcomes(m.label, m.episodes, metric) for m in models]
+        others = [o for o in scores[1:] if set(o.values) & set(scores[0].values)]
+        if others:
+            out += compare(scores[0], others, rng)
+    return out
+
+
+def as_json(numbers: Mapping[str, Number]) -> dict[str, Any]:
+    """Numbers as plain values, for ``report.json``; the episodes are left to the page."""
+    return {k: {x: y for x, y in asdict(n).items() if x != "episodes"} for k, n in numbers.items()}
