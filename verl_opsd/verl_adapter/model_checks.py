@@ -16,6 +16,7 @@ import httpx
 from verl_opsd.contract import EvalContract
 from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.endpoint import EndpointEngine
+from verl_opsd.tokens.gateway import Gateway, Generation
 
 Finding = tuple[str, bool | None, str]
 
@@ -84,6 +85,42 @@ def tokenizer_checks(model: str, contract: EvalContract) -> Iterator[Finding]:
     )
     yield "tool parser round trip", not lost, what if lost else f"{len(COMMANDS)} calls, parser {contract.tool_parser}"
     yield from _end_tokens(model, tokenizer)
+    yield _exact_ids(tokenizer, Gateway(_Speller(tokenizer), builder, parser, contract))
+
+
+class _Speller:
+    """Replies letter by letter: ids that no tokenizer would give for the text. Keeps the prompts."""
+
+    def __init__(self, tokenizer: Any):
+        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self.reply = [i for letter in "hello there" for i in tokenizer.encode(letter, add_special_tokens=False)] + [end]
+        self.canonical = tokenizer.encode("hello there", add_special_tokens=False)
+        self.prompts: list[list[int]] = []
+
+    async def generate(self, prompt_ids: list[int], **_: Any) -> Generation:
+        self.prompts.append(prompt_ids)
+        return Generation(self.reply, [-1.0] * len(self.reply), "stop", 0)
+
+
+def _exact_ids(tokenizer: Any, gateway: Gateway) -> Finding:
+    """A reply that is sampled in unusual tokens stays in the next prompt as it was sampled."""
+    session, engine = gateway.session("doctor", "agent1"), gateway.engine
+    assert isinstance(engine, _Speller)
+
+    async def talk() -> None:
+        first = await session.chat(MESSAGES, [TOOL])
+        await session.chat([*MESSAGES, first.message, {"role": "user", "content": "Go on."}], [TOOL])
+
+    asyncio.run(talk())
+    one, two = engine.prompts
+    kept = two[: len(one) + len(engine.reply)] == [*one, *engine.reply]
+    unusual = engine.reply[:-1] != engine.canonical
+    what = f"{len(engine.reply)} sampled ids stay, where the tokenizer would write {len(engine.canonical)}"
+    return (
+        "exact ids",
+        kept if unusual else None,
+        what if kept else "a reply was tokenized again\n  way out: report this model's family",
+    )
 
 
 def _end_tokens(model: str, tokenizer: Any) -> Iterator[Finding]:
@@ -201,9 +238,9 @@ async def _endpoint(engine: EndpointEngine, model: str, contract: EvalContract, 
     try:
         choice = await engine.complete(prompt, max_tokens=min(64, contract.max_tokens), temperature=0.0)
     except (OpsdError, httpx.HTTPError) as error:
-        yield "exact ids", False, f"{error}\n  way out: vLLM 0.10.2 or later, started with this model"
+        yield "served exact ids", False, f"{error}\n  way out: vLLM 0.10.2 or later, started with this model"
         return
-    yield "exact ids", True, f"{len(prompt)} prompt ids echoed, {len(choice['token_ids'])} reply ids"
+    yield "served exact ids", True, f"{len(prompt)} prompt ids echoed, {len(choice['token_ids'])} reply ids"
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
     exact = len(logprobs) == len(choice["token_ids"]) and all(isinstance(x, float) and x <= 1e-6 for x in logprobs)
     what = f"{len(logprobs)} for {len(choice['token_ids'])} ids"

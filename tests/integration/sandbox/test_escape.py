@@ -326,6 +326,83 @@ def test_no_privilege_is_gained(make, tmp_path):
     assert "NoNewPrivs:\t1" in lines
 
 
+KERNEL = {  # system calls by number on x86-64 and arm64, that would reach past every namespace
+    "bpf": (321, 280, "0, 0, 0"),
+    "perf_event_open": (298, 241, "ctypes.create_string_buffer(128), 1, -1, -1, 0"),
+    "init_module": (175, 105, "0, 0, b''"),
+    "kexec_load": (246, 104, "0, 0, 0, 0"),
+    "reboot": (169, 142, "0xfee1dead, 672274793, 0x4321fedc, 0"),
+    "settimeofday": (164, 170, "ctypes.create_string_buffer(16), 0"),
+    "swapon": (167, 224, "b'/workspace/repo/swap', 0"),
+    "pivot_root": (155, 41, "b'/tmp', b'/tmp'"),
+    "open_by_handle_at": (304, 265, "-100, ctypes.create_string_buffer(64), 0"),
+    "process_vm_readv": (310, 270, "{pid}, vector, 1, vector, 1, 0"),
+    "kcmp": (312, 272, "1, {pid}, 0, 0, 0"),
+    "pidfd_open": (434, 434, "{pid}, 0"),
+}
+
+
+@pytest.mark.parametrize("call", KERNEL)
+def test_calls_that_reach_the_kernel_or_other_processes_fail(make, canary, call):
+    x86, arm, args = KERNEL[call]
+    script = f"""
+import ctypes, platform
+libc = ctypes.CDLL(None, use_errno=True)
+buffer = ctypes.create_string_buffer(8)
+vector = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), 8)
+number = {{"x86_64": {x86}, "aarch64": {arm}}}[platform.machine()]
+print(libc.syscall(number, {args.format(pid=canary.pid)}), ctypes.get_errno())
+"""
+    result = python(make(), script)
+    code, errno = result.text.split()
+    assert code == "-1" and int(errno) in (1, 3, 13, 22, 38), result.text  # EPERM, ESRCH, EACCES, EINVAL, ENOSYS
+
+
+def test_a_terminal_of_the_host_is_not_typed_into(make):
+    """TIOCSTI would put characters into the terminal that started everything."""
+    script = "import fcntl, os, termios\nfor fd in (0, 1, 2):\n  try: fcntl.ioctl(fd, termios.TIOCSTI, b'x'); print('typed')\n"
+    script += (
+        "  except OSError: pass\ntry: os.open('/dev/tty', os.O_RDWR); print('opened')\nexcept OSError: pass\nprint('over')"
+    )
+    assert python(make(), script).text == "over\n"
+
+
+def test_keys_of_the_host_are_not_seen(make):
+    """The kernel's key rings: add a key as this process, look for it inside."""
+    import ctypes
+    import platform
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    add, keyctl = {"x86_64": (248, 250), "aarch64": (217, 219)}[platform.machine()]
+    name = f"opsd-{secrets.token_hex(4)}".encode()
+    key = libc.syscall(add, b"user", name, b"secret", 6, -4)  # the user's key ring
+    if key < 0:
+        pytest.skip(f"this host permits no keys (errno {ctypes.get_errno()})")
+    script = f"""
+import ctypes
+libc = ctypes.CDLL(None)
+out = ctypes.create_string_buffer(64)
+print(libc.syscall({keyctl}, 11, {key}, out, 64), out.value)
+print(open('/proc/keys').read() if __import__('os').path.exists('/proc/keys') else '')
+"""
+    try:
+        result = python(make(), script)
+        assert "secret" not in result.text and name.decode() not in result.text
+    finally:
+        libc.syscall(keyctl, 9, key, -4)  # unlink
+
+
+def test_a_link_planted_in_the_workspace_does_not_catch_what_the_host_writes_or_removes(make, secret):
+    """The host removes a pair's tree after agents had it: links in it are removed, not followed."""
+    from verl_opsd.cooperbench.pair import _remove_tree
+
+    sandbox = make()
+    bash(sandbox, f"ln -s {secret.parents[2]} data; mkdir -p deep; ln -s / deep/root; chmod 000 deep; mkfifo pipe")
+    sandbox.close()
+    _remove_tree(sandbox.spec.workspace)
+    assert secret.exists() and not sandbox.spec.workspace.exists()
+
+
 HOOKS = ("pre-receive", "update", "post-receive", "post-update", "reference-transaction", "pre-push", "post-checkout")
 
 

@@ -59,7 +59,7 @@ def changed(tiny: str, folder, change) -> str:
 def test_a_good_model_passes(tiny):
     found = by_name([*tokenizer_checks(tiny, CONTRACT), *lora_checks(tiny, "all-linear")])
     assert {name: ok for name, (ok, _) in found.items()} == dict.fromkeys(
-        ("chat template and reasoning", "tool parser round trip", "end tokens", "LoRA targets"), True
+        ("chat template and reasoning", "tool parser round trip", "end tokens", "exact ids", "LoRA targets"), True
     )
     assert "14 of 15 linear modules" in found["LoRA targets"][1]  # two layers of seven, and the head
 
@@ -163,8 +163,8 @@ class Server:
 CASES = {
     "good": (set(), {"adapter parity": True}),
     "short": ({"short"}, {"served context": False}),
-    "other ids": ({"ids"}, {"exact ids": False}),
-    "no ids": ({"no ids"}, {"exact ids": False}),
+    "other ids": ({"ids"}, {"served exact ids": False}),
+    "no ids": ({"no ids"}, {"served exact ids": False}),
     "log-probabilities": ({"logprobs"}, {"log-probabilities": False}),
     "parser": ({"parser"}, {"served tool parser": False}),
     "no chat route": ({"no chat"}, {"served tool parser": None}),
