@@ -23,24 +23,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     commands = corpus.add_subparsers(dest="corpus_command", required=True)
     build = commands.add_parser("build", help="take what passed out of recorded runs")
     build.add_argument("runs", type=Path, nargs="+", help="run directories")
-    build.add_argument("--out", type=Path, required=True, help="folder of the corpus; must not exist")
-    build.add_argument(
-        "--eval", nargs="+", required=True, metavar="SUBSET", help="every subset that its model will be evaluated on"
-    )
-    build.add_argument("--dataset", default="pocket", help="where these subsets lie; default: the pocket tasks")
-    build.add_argument(
-        "--disjoint", choices=("repo", "task"), default="repo", help="what training and evaluation must not share"
-    )
+    build.set_defaults(func=build_corpus)
+    render = commands.add_parser("render", help="turn a file of chat messages into a corpus, by a stated rendering step")
+    render.add_argument("file", type=Path, help='JSONL, a line {"messages": [...], "tools": [...]}')
+    render.add_argument("--model", required=True, help="whose tokenizer and chat template render it")
+    render.set_defaults(func=render_corpus)
+    for command in (build, render):
+        _common(command)
     build.add_argument("--level", choices=("feature", "pair"), default="feature", help="success gate")
     build.add_argument("--max-per-task", type=int, help="agents' runs of one task, at most")
-    build.add_argument(
-        "--near-duplicate", type=_similarity, default=0.9, help="similarity from which on a row is dropped, or off"
-    )
     build.add_argument("--max-observation", type=int, default=24_000, help="characters of one tool result, at most")
     build.add_argument("--allow-answer", action="store_true", help="take runs whose actor had an answer in its prompt")
-    build.add_argument("--validation", type=float, default=0.0, help="share of the episodes that is held out")
-    build.add_argument("--seed", type=int, default=0, help="of the draws")
-    build.set_defaults(func=build_corpus)
     check = commands.add_parser("check", help="every gate of a corpus; exit code 1 when one fails")
     check.add_argument("corpus", type=Path, help="folder of the corpus")
     check.add_argument("--source", type=Path, nargs="+", default=[], help="run directories that have moved since it was built")
@@ -49,6 +42,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     show = commands.add_parser("show", help="composition, yield, exclusions and gates")
     show.add_argument("corpus", type=Path, help="folder of the corpus")
     show.set_defaults(func=show_corpus)
+
+
+def _common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--out", type=Path, required=True, help="folder of the corpus; must not exist")
+    command.add_argument(
+        "--eval", nargs="+", required=True, metavar="SUBSET", help="every subset that its model will be evaluated on"
+    )
+    command.add_argument("--dataset", default="pocket", help="where these subsets lie; default: the pocket tasks")
+    command.add_argument(
+        "--disjoint", choices=("repo", "task"), default="repo", help="what training and evaluation must not share"
+    )
+    command.add_argument(
+        "--near-duplicate", type=_similarity, default=0.9, help="similarity from which on a row is dropped, or off"
+    )
+    command.add_argument("--validation", type=float, default=0.0, help="share of the episodes that is held out")
+    command.add_argument("--seed", type=int, default=0, help="of the draws")
 
 
 def _similarity(text: str) -> float | None:
@@ -74,12 +83,26 @@ def build_corpus(args: argparse.Namespace, console: Console | None = None) -> in
     return 0
 
 
+def render_corpus(args: argparse.Namespace, console: Console | None = None) -> int:
+    """Renders a file of chat messages and shows the corpus."""
+    from verl_opsd.corpus.build import build_rendered
+    from verl_opsd.corpus.select import Spec
+    from verl_opsd.verl_adapter.rendering import chat_rows, rendering_of
+
+    spec = Spec(near_duplicate=args.near_duplicate, validation=args.validation, seed=args.seed)
+    rendering = rendering_of(args.model, None)
+    rows = chat_rows(args.file, args.model, rendering)
+    target = _target(args.dataset, args.eval, args.disjoint)
+    _show(build_rendered(args.file, rows, spec, rendering, target, args.out, args.model, args.dataset), console or Console())
+    return 0
+
+
 def check_corpus(args: argparse.Namespace, console: Console | None = None) -> int:
     """Runs every gate again and prints its verdict."""
     from verl_opsd.corpus.gates import check
     from verl_opsd.corpus.records import read_manifest
     from verl_opsd.corpus.select import open_sources
-    from verl_opsd.verl_adapter.rendering import harness_tools, rendering_of
+    from verl_opsd.verl_adapter.rendering import chat_rows, harness_tools, rendering_of
 
     manifest = read_manifest(args.corpus)
     evaluation = manifest["evaluation"]
@@ -89,7 +112,10 @@ def check_corpus(args: argparse.Namespace, console: Console | None = None) -> in
         recorded = [s for s in manifest["sources"] if s["origin"] == "recorded"]
         stores = {s.name: s.store for s in open_sources([moved.get(s["name"], Path(s["path"])) for s in recorded])}
     target = _target(evaluation["dataset"], list(evaluation["subsets"]), evaluation["level"])
-    verdicts = check(args.corpus, rendering_of(manifest["model"], harness_tools()), target, stores)
+    files = [Path(s["path"]) for s in manifest["sources"] if s["origin"] == "rendered"]
+    rendering = rendering_of(manifest["model"], None if files else harness_tools())
+    again = [] if stores is None else [row for f in files for row in chat_rows(f, manifest["model"], rendering)]
+    verdicts = check(args.corpus, rendering, target, stores, again)
     table = Table("gate", "verdict", "what")
     for v in verdicts:
         table.add_row(v.gate, v.verdict, v.detail)

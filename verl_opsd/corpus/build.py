@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from verl_opsd.corpus.card import card, composition, sample_sheet, spread
-from verl_opsd.corpus.contamination import Evaluated
+from verl_opsd.corpus.contamination import Evaluated, contamination_of_row
+from verl_opsd.corpus.duplicates import near_duplicates
 from verl_opsd.corpus.gates import Verdict, check_rows, check_sources
 from verl_opsd.corpus.records import CORPUS_SCHEMA, MANIFEST, SPLITS, CorpusRow, write_rows
+from verl_opsd.corpus.rendered import VERSION
 from verl_opsd.corpus.rerender import Rendering
 from verl_opsd.corpus.select import Selection, Source, Spec, draw, select
 from verl_opsd.errors import OpsdError
@@ -58,6 +60,36 @@ def build(
     return write_corpus(
         out, chosen, verdicts, spec, rendering, target, described, hashes, sources[0].contract.as_dict(), model, dataset
     )
+
+
+def build_rendered(
+    path: Path,
+    rows: Sequence[CorpusRow],
+    spec: Spec,
+    rendering: Rendering,
+    target: Evaluated,
+    out: Path,
+    model: str,
+    dataset: str,
+) -> dict[str, Any]:
+    """Builds a corpus from the rows of a chat file (``corpus.rendered``); arguments and errors as for :func:`build`."""
+    chosen = Selection()
+    for row in rows:
+        why = contamination_of_row(row, rendering.decode(row.input_ids.tolist()), target)
+        if why:
+            chosen.excluded["contaminated"].append(f"{row.name}: {why}")
+        else:
+            chosen.rows.append(row)
+    if spec.near_duplicate is not None:
+        same = near_duplicates(chosen.rows, spec.near_duplicate)
+        chosen.excluded["near_duplicate"] = [chosen.rows[i].name for i in same]
+        chosen.rows = [r for i, r in enumerate(chosen.rows) if i not in same]
+    described = [
+        {"name": path.stem, "origin": "rendered", "path": str(path.resolve()), "contract_hash": "", "episodes": len(rows)}
+        | {"sha256": file_hash(path), "step": VERSION}
+    ]
+    verdicts = check_rows(chosen.rows, spec, [], target, rendering)
+    return write_corpus(out, chosen, verdicts, spec, rendering, target, described, [], {}, model, dataset)
 
 
 def write_corpus(

@@ -160,7 +160,7 @@ def check_sources(
 def difference(row: CorpusRow, stored: CorpusRow | None) -> str:
     """The first field in which a row differs from what was recorded, with the first position of an array."""
     if stored is None:
-        return "no such branch with loss"
+        return "no such row in its source"
     for f in dataclasses.fields(row):
         a, b = getattr(row, f.name), getattr(stored, f.name)
         if isinstance(a, np.ndarray):
@@ -174,11 +174,18 @@ def difference(row: CorpusRow, stored: CorpusRow | None) -> str:
     return ""
 
 
-def check(folder: Path, rendering: Rendering, target: Evaluated, sources: Mapping[str, EpisodeStore] | None) -> list[Verdict]:
+def check(
+    folder: Path,
+    rendering: Rendering,
+    target: Evaluated,
+    sources: Mapping[str, EpisodeStore] | None,
+    rendered: Sequence[CorpusRow] = (),
+) -> list[Verdict]:
     """Every gate of a corpus on disk.
 
     Args:
         sources: stores by the names of the corpus' sources; None leaves out the gates that need them.
+        rendered: what rendering the corpus' chat files again gives.
     """
     manifest = read_manifest(folder)
     rows = {split: read_rows(folder / entry["name"]) for split, entry in manifest["files"].items()}
@@ -194,6 +201,9 @@ def check(folder: Path, rendering: Rendering, target: Evaluated, sources: Mappin
     if sources is None:
         names = ("recorded", "success", "observation", "rendered_again")
         return [*merged(verdicts), *(Verdict(g, "not run", "the sources were left out") for g in names)]
+    again = {r.name: r for r in rendered}
+    unlike = [f"{r.name}: {why}" for r in every if r.origin == "rendered" and (why := difference(r, again.get(r.name)))]
+    verdicts.append(verdict("rendered_again", unlike, f"{len(rendered)} rendered rows"))
     return merged(verdicts + check_sources(every, _episodes(every, sources), spec, rendering))
 
 

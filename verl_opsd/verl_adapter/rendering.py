@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from verl_opsd.corpus.records import CorpusRow
 from verl_opsd.corpus.rerender import Rendering
 from verl_opsd.errors import OpsdError
 from verl_opsd.teachers.cache import tokenizer_hash
@@ -41,6 +43,21 @@ def make_rendering(tokenizer: Any, builder: Any, tools: Tools) -> Rendering:
         return str(whole[len(asked) :].removesuffix("\n"))
 
     return Rendering(builder, reply, tokenizer.decode, tools, tokenizer.eos_token, tokenizer_hash(tokenizer))
+
+
+def chat_rows(path: Path, model: str, rendering: Rendering) -> list[CorpusRow]:
+    """Rows of a file of chat messages under a model's template (``corpus.rendered``)."""
+    from transformers import AutoTokenizer
+
+    from verl_opsd.corpus.rendered import rows_of_file
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return rows_of_file(
+        path,
+        rendering,
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        lambda messages, tools: tokenizer.apply_chat_template(messages, tools=tools, tokenize=False),
+    )
 
 
 def harness_tools() -> Tools:
