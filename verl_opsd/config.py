@@ -24,7 +24,7 @@ class TasksConfig:
 
     Attributes:
         dataset: ``pocket`` (ships with the package) or a folder in CooperBench's layout.
-        train, eval: names or paths of subsets.
+        train, eval: names or paths of subsets; an evaluation has no ``train``.
         test: the locked test split, which no run trains or evaluates on; null: there is none.
         look: why this run may evaluate on the locked split; recorded in its evidence. null: it may not.
         prepare: prepare and qualify missing tasks before the run; only for ``pocket``, where it takes seconds.
@@ -33,7 +33,7 @@ class TasksConfig:
     """
 
     dataset: str
-    train: str
+    train: str | None
     eval: str
     test: str | None = None
     look: str | None = None
@@ -257,6 +257,21 @@ class BudgetConfig:
 
 
 @dataclass(frozen=True)
+class EvaluationConfig:
+    """Full-set evaluation (mode ``evaluate``).
+
+    Attributes:
+        seeds: runs of each pair.
+        retries: how often an episode that an infrastructure fault ended runs again before it is reported as void.
+        alone: grade each patch alone on both suites too: who did the work.
+    """
+
+    seeds: int = 1
+    retries: int = 2
+    alone: bool = True
+
+
+@dataclass(frozen=True)
 class OpsdConfig:
     """The whole section.
 
@@ -269,7 +284,7 @@ class OpsdConfig:
 
     recipe: str
     scale: Literal["local", "smollm", "gpu1", "gpu2", "gpu8"]
-    mode: Literal["online", "offline"]
+    mode: Literal["online", "offline", "evaluate"]
     tasks: TasksConfig
     brief: BriefConfig
     teacher: TeacherConfig
@@ -281,6 +296,7 @@ class OpsdConfig:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     dry_run: bool = False
     actor_brief: ActorBriefConfig = field(default_factory=ActorBriefConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     student: Literal["", "tiny", "smollm"] = ""
     corpus: str | None = None
     varies: str | None = None
@@ -401,6 +417,16 @@ def _contradictions(c: OpsdConfig) -> None:
             "a look at the locked test split is recorded with its reason",
             "name the split in opsd.tasks.test, and give the reason in a few words",
         )
+    if (c.mode == "evaluate") != (c.tasks.train is None):
+        refuse(
+            f"opsd.tasks.train={c.tasks.train} with opsd.mode={c.mode}",
+            "training has training pairs, and an evaluation would ignore them",
+            "set opsd.tasks.train for training, and leave it out of +recipe=full_eval",
+        )
+    if c.mode != "evaluate" and c.evaluation != EvaluationConfig():
+        refuse(f"opsd.evaluation with opsd.mode={c.mode}", "only +recipe=full_eval reads these keys", "leave them out")
+    if c.evaluation.seeds < 1 or c.evaluation.retries < 0:
+        refuse(f"opsd.evaluation {c.evaluation}", "seeds >= 1 and retries >= 0", "correct the value")
     if c.worth.override is not None and len(c.worth.override.split()) < 3:
         refuse(f"opsd.worth.override={c.worth.override!r}", "an override is recorded with its reason", "give it in a few words")
     if c.sandbox.backend == "process" and not c.sandbox.allow_unsafe:

@@ -17,6 +17,7 @@ def parser() -> argparse.ArgumentParser:
         corpus,
         doctor,
         episodes,
+        evaluate,
         evidence,
         export,
         matrix,
@@ -35,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     briefs.add_parser(subparsers)
     matrix.add_parser(subparsers)
     probe.add_parser(subparsers)
+    evaluate.add_parser(subparsers)
     behaviour.add_parser(subparsers)
     standings.add_parser(subparsers)
     corpus.add_parser(subparsers)

@@ -153,12 +153,20 @@ def _passed(episode: Episode) -> int:
 
 
 def _tokens(scored: Sequence[Episode]) -> tuple[float, float] | None:
-    """Means a pair of prompt and policy tokens; None where no episode has recorded turns."""
-    with_turns = [e for e in scored if e.turns]
-    if not with_turns:
+    """Means a pair of prompt and policy tokens; None where no episode tells."""
+    counts = [found for e in scored if (found := _tokens_of(e)) is not None]
+    return (fmean(a for a, _ in counts), fmean(b for _, b in counts)) if counts else None
+
+
+def _tokens_of(episode: Episode) -> tuple[int, int] | None:
+    """Prompt and policy tokens of recorded turns; without turns, what the server said of each reply (``usage``)."""
+    if episode.turns:
+        return sum(t.prompt_len for t in episode.turns), sum(len(t.response_ids) for t in episode.turns)
+    responses = [(m.get("extra") or {}).get("response") or {} for messages in episode.messages.values() for m in messages]
+    usages = [u for r in responses if (u := r.get("usage"))]
+    if not usages:
         return None
-    prompt = fmean(sum(t.prompt_len for t in e.turns) for e in with_turns)
-    return prompt, fmean(sum(len(t.response_ids) for t in e.turns) for e in with_turns)
+    return sum(int(u["prompt_tokens"]) for u in usages), sum(int(u["completion_tokens"]) for u in usages)
 
 
 def _grid(episodes: Sequence[Episode]) -> tuple[Cell, ...]:

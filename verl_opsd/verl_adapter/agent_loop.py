@@ -26,6 +26,7 @@ from verl_opsd.cooperbench.prepare import load_prepared
 from verl_opsd.cooperbench.types import PairRun, PairTask
 from verl_opsd.distill.weights import class_weight, max_prefix, position_weight, prefix_weight, segment_mask, turn_mask
 from verl_opsd.errors import InfraFault
+from verl_opsd.evaluation.plan import record_fault
 from verl_opsd.paths import cache_dir
 from verl_opsd.privilege import (
     Brief,
@@ -67,12 +68,13 @@ class OpsdOutput(AgentLoopOutput):
 class VerlEngine:
     """The gateway's engine over verl's server client (vLLM, SGLang or the embedded server)."""
 
-    def __init__(self, client: Any, rollout_name: str, timeout_s: float, pair_key: str):
+    def __init__(self, client: Any, rollout_name: str, timeout_s: float, pair_key: str, attempt: int = 0):
         self._client, self._own, self._timeout_s = client, rollout_name in OWN_BACKENDS, timeout_s
-        self._pair_key = pair_key
+        self._pair_key, self._again = pair_key, f"~{attempt}" if attempt else ""
 
     async def generate(self, prompt_ids: list[int], *, session: str, turn: int, sampling: Sampling) -> Generation:
         """One reply. Our own servers also get the session, which keys their cache, random numbers and scripts."""
+        session += self._again
         own = {"session": f"{self._pair_key}|{session.replace('/', '|')}", "turn": turn} if self._own else {}
         params = {
             "temperature": sampling.temperature,
@@ -211,18 +213,30 @@ class OpsdPairLoop(AgentLoopBase):
         episode_id = f"{pair.split}-{int(kwargs['global_steps']):05d}-{int(info['index']):05d}-{int(kwargs['session_id'])}"
         async with rt.slots:
             episode, fault = await self._episode(rt, pair, episode_id)
+            for attempt in range(1, 1 + (rt.opsd.evaluation.retries if rt.opsd.mode == "evaluate" else 0)):
+                if fault is None:
+                    break
+                record_fault(rt.run, episode, attempt - 1, str(fault))
+                episode, fault = await self._episode(rt, pair, episode_id, attempt)
         # Rows come before the record: an episode that can't become rows is not on record, and the trainer misses it.
         outputs = episode_outputs(rt.opsd, pair, episode, self.tokenizer) if fault is None else []
         if pair.split == "train":
             await rt.teachers.add_signals(outputs)
         await asyncio.get_running_loop().run_in_executor(rt.grading, rt.run.store_episode, rt.store, episode)
+        if fault is not None and rt.opsd.mode == "evaluate":
+            record_fault(rt.run, episode, rt.opsd.evaluation.retries, str(fault))
+            return [
+                _empty_row(self.tokenizer, 0.0, {}, -1, teacher_of(rt.opsd, pair))
+            ]  # verl waits for a row; no rate is made of it
         if fault is not None:
             raise fault
         return outputs
 
-    async def _episode(self, rt: Runtime, pair: PairTask, episode_id: str) -> tuple[Episode, InfraFault | None]:
-        """One episode, and the infrastructure fault that ended it."""
-        engine = VerlEngine(self.server_manager, self.rollout_config.name, rt.contract.wall_limit_s, pair.key)
+    async def _episode(
+        self, rt: Runtime, pair: PairTask, episode_id: str, attempt: int = 0
+    ) -> tuple[Episode, InfraFault | None]:
+        """One episode, and the infrastructure fault that ended it; a further ``attempt`` shares nothing with the ones before."""
+        engine = VerlEngine(self.server_manager, self.rollout_config.name, rt.contract.wall_limit_s, pair.key, attempt)
         builder: TokenBuilder = VerlTokenBuilder(self.tokenizer, model_type_of(self.config.actor_rollout_ref.model.path))
         parser = VerlReplyParser(self.tokenizer, rt.contract.tool_parser)
         hints, sessions = actor_briefs(rt.opsd.actor_brief, pair), {}

@@ -31,7 +31,7 @@ COUNTS = {
 LABELS = {
     "opsd.scale": "scale=",
     "opsd.recipe": "+recipe=",
-    "opsd.mode": "+recipe=opd or +recipe=opd_offline",
+    "opsd.mode": "+recipe=opd, +recipe=opd_offline or +recipe=full_eval",
     "opsd.student": "scale=",
 }
 
@@ -133,6 +133,12 @@ def check_verl_keys(config: DictConfig, opsd: OpsdConfig) -> None:
             bool(config.critic.enable or config.reward.reward_model.enable),
             f"critic.enable={config.critic.enable}, reward.reward_model.enable={config.reward.reward_model.enable}",
             "episodes are graded by their hidden tests, and this loss reads no value function",
+            "leave both out",
+        ),
+        (
+            opsd.mode == "evaluate" and not (config.trainer.val_only and config.trainer.val_before_train),
+            f"trainer.val_only={config.trainer.val_only}, val_before_train={config.trainer.val_before_train} with full_eval",
+            "an evaluation trains nothing",
             "leave both out",
         ),
         (actor.entropy_coeff != 0, f"actor.entropy_coeff={actor.entropy_coeff}", "not a term of this loss", "leave it at 0"),

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_opsd import resume
-from verl_opsd.config import OpsdConfig
+from verl_opsd.config import OpsdConfig, SandboxConfig
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
@@ -82,7 +82,8 @@ def load_pairs(opsd: OpsdConfig) -> tuple[list[PairTask], list[PairTask]]:
     from verl_opsd.cooperbench.qualification import require_qualified
 
     root = dataset_path(opsd.tasks.dataset)
-    train, evaluation = load_subset(opsd.tasks.train, root, split="train"), load_subset(opsd.tasks.eval, root, split="eval")
+    evaluation = load_subset(opsd.tasks.eval, root, split="eval")
+    train = [] if opsd.tasks.train is None else load_subset(opsd.tasks.train, root, split="train")
     assert_disjoint(train, evaluation, level=opsd.tasks.disjoint)
     if opsd.tasks.test is not None:
         locked = load_subset(opsd.tasks.test, root, split="test")
@@ -96,19 +97,19 @@ def load_pairs(opsd: OpsdConfig) -> tuple[list[PairTask], list[PairTask]]:
                 f"set opsd.tasks.eval={opsd.tasks.test}, or leave opsd.tasks.look out",
             )
     train, evaluation = train[: opsd.tasks.max_train], evaluation[: opsd.tasks.max_eval]
-    if not train or not evaluation:
+    if (not train and opsd.mode != "evaluate") or not evaluation:
         raise OpsdError(
             f"{len(train)} training pairs, {len(evaluation)} evaluation pairs",
             "a run needs both",
             "name subsets that hold pairs",
         )
     if opsd.tasks.prepare:
-        prepare_missing(opsd, train + evaluation)
+        prepare_missing(opsd.sandbox, train + evaluation)
     require_qualified(train + evaluation, cache_dir())
     return train, evaluation
 
 
-def prepare_missing(opsd: OpsdConfig, pairs: list[PairTask]) -> None:
+def prepare_missing(sandbox: SandboxConfig, pairs: list[PairTask]) -> None:
     """Prepares and qualifies the tasks of ``pairs`` that are not; seconds a pocket task, nothing the second time."""
     from verl_opsd.cooperbench.feature_table import load_table
     from verl_opsd.cooperbench.prepare import prepare
@@ -123,7 +124,7 @@ def prepare_missing(opsd: OpsdConfig, pairs: list[PairTask]) -> None:
         missing = sorted(features - set(table.rows if table else ()))
         if missing:
             print(f"verl-opsd: qualifying {task_dir.parent.name}/{task_dir.name} features {missing}", flush=True)
-            qualify(task_dir, prepared, missing, backend=opsd.sandbox.backend, allow_unsafe=opsd.sandbox.allow_unsafe)
+            qualify(task_dir, prepared, missing, backend=sandbox.backend, allow_unsafe=sandbox.allow_unsafe)
 
 
 def write_data(run: RunDir, pairs: list[PairTask], name: str, batch: int = 1) -> None:
@@ -216,8 +217,8 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     print(f"verl-opsd: recipe={opsd.recipe} scale={opsd.scale} run directory {run.path}", flush=True)
     model_path = check_models(config, opsd)
     train, evaluation = load_pairs(opsd)
-    check_rounds(config, len(train))
-    cost = budget.estimate(config, opsd, len(evaluation))
+    check_rounds(config, len(train or evaluation))
+    cost = budget.estimate(config, opsd, len(evaluation) * opsd.evaluation.seeds)
     budget.require_within(cost, opsd.budget)
     contract = freeze_contract(config, opsd, train, evaluation, model_path)
     if opsd.mode == "offline":
@@ -236,11 +237,16 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
         raise budget.DryRun(cost.text())
     resume.check(run, contract, plain_config(config))
     check_siblings(run, contract, opsd.varies)
-    write_data(run, train, "train", batch=config.data.train_batch_size)
-    write_data(run, evaluation, "val")
+    # verl wants a training file also where nothing is trained
+    write_data(run, train or evaluation, "train", batch=config.data.train_batch_size)
+    write_data(run, [p for p in evaluation for _ in range(opsd.evaluation.seeds)], "val")
     write_json(run.path / "contract.json", contract.as_dict())
     budget.record(run, cost, opsd.budget)
     record_tasks(run, opsd, train, evaluation)
+    if opsd.mode == "evaluate":
+        from verl_opsd.verl_adapter import full_eval
+
+        full_eval.prepare(config, opsd, run, evaluation, contract)
     record_briefs(run, opsd, briefs)
     if worth is not None:
         record_worth(run, *worth)

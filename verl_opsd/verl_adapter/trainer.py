@@ -35,13 +35,14 @@ from verl_opsd.config import OpsdConfig
 from verl_opsd.distill.policy import PpoClip
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.page.episodes import Options
+from verl_opsd.evaluation.plan import Progress
 from verl_opsd.evaluation.write import write_report
 from verl_opsd.rundir import RunDir
 from verl_opsd.teachers.base import common
 from verl_opsd.teachers.cache import tokenizer_hash
 from verl_opsd.tokens.rows import FIELDS, padding_fields
 from verl_opsd.tokens.store import EpisodeStore
-from verl_opsd.verl_adapter import corpus, guards
+from verl_opsd.verl_adapter import corpus, full_eval, guards
 from verl_opsd.verl_adapter.found import check_tasks_unchanged
 from verl_opsd.verl_adapter.loss import ON_STUDENT, OpsdLoss
 from verl_opsd.verl_adapter.passes import by_row, jagged, own_passes, rows_of, view_passes
@@ -114,6 +115,7 @@ class OpsdTrainer(PPOTrainerSync):
         self._kept_share = 1.0
         self._collecting = False
         self._evaluation_due = False
+        self.progress: Progress | None = None
         super().__init__(config)
 
     # ---- set-up -------------------------------------------------------------------------------------------------------
@@ -126,6 +128,8 @@ class OpsdTrainer(PPOTrainerSync):
 
         def watched(*args: Any) -> float:
             self.agent_loops.require()
+            if self.progress is not None:
+                self.progress.look()
             return wait(*args)
 
         buffer._wait_for_next_poll = watched
@@ -162,6 +166,8 @@ class OpsdTrainer(PPOTrainerSync):
 
     def _resume(self) -> None:
         """Moves aside what rounds after the checkpoint left. An evaluation that was due and did not end is run again."""
+        if self.opsd.mode == "evaluate":  # what is on record stays
+            return
         step, trainer = self.global_steps, self.config.trainer
         due = step > 0 and trainer.test_freq > 0 and (step >= self.total_training_steps or step % trainer.test_freq == 0)
         ended = resume.evaluated(self.run_dir, step)
@@ -440,9 +446,13 @@ class OpsdTrainer(PPOTrainerSync):
     def _validate(self) -> dict[str, float]:
         self._stage_started, self._collecting = time.time(), True
         with self._naming_faults("eval"):
-            result = super()._validate()
+            if self.opsd.mode == "evaluate":
+                result = full_eval.evaluate(self, super()._validate)
+            else:
+                result = super()._validate()
         self._collecting = False
-        self._require_recorded("eval", len(self.val_dataset))
+        if self.opsd.mode != "evaluate":
+            self._require_recorded("eval", len(self.val_dataset))
         self._finish_stage("evaluate")
         return result
 

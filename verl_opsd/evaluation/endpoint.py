@@ -1,0 +1,225 @@
+"""Pairs whose agents are served by an OpenAI-compatible endpoint: messages in, replies out, through the same environment.
+
+No token ids pass here, so nothing of such a run can be trained on; token counts come from the endpoint's own ``usage``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from verl_opsd.contract import EvalContract
+from verl_opsd.cooperbench.types import PairRun, PairTask
+from verl_opsd.errors import InfraFault, OpsdError
+from verl_opsd.evaluation.plan import Progress, episode_id, missing, record_fault
+from verl_opsd.paths import cache_dir
+from verl_opsd.rundir import RunDir
+from verl_opsd.tokens.boundary import Message, canonical
+from verl_opsd.tokens.gateway import ContextOverflow, Reply, Tools
+from verl_opsd.tokens.records import Episode, Grade, TurnKind
+from verl_opsd.tokens.store import EpisodeStore
+
+#: Tries of a request that the endpoint did not answer, and the seconds before each further one.
+PAUSES_S = (0.0, 2.0, 8.0)
+_OVERFLOW = ("context length", "context_length", "maximum context", "too long")
+
+
+class EndpointSession:
+    """One agent's calls (``cooperbench.model.ChatSession``)."""
+
+    def __init__(self, client: httpx.AsyncClient, model: str, contract: EvalContract, pauses: Sequence[float] = PAUSES_S):
+        self._client, self._model, self._contract, self._pauses = client, model, contract, pauses
+        self._turns = 0
+
+    async def chat(self, messages: Sequence[Message], tools: Tools = None, *, kind: TurnKind = "policy") -> Reply:
+        """One model call under the contract's sampling.
+
+        Raises:
+            ContextOverflow: the endpoint refused the prompt for its length.
+            InfraFault: ``endpoint_died`` (no answer, or a server error, three times) or ``endpoint_refused``.
+        """
+        c = self._contract
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": [canonical(m) for m in messages],
+            "temperature": c.temperature,
+            "top_p": c.top_p,
+            "max_tokens": c.max_tokens,
+        }
+        if c.top_k != -1:
+            body["top_k"] = c.top_k
+        if tools:
+            body["tools"] = list(tools)
+        answer = await self._post(body)
+        choice = answer["choices"][0]
+        message = {
+            k: v for k, v in choice["message"].items() if k in ("role", "content", "tool_calls", "reasoning_content") and v
+        }
+        usage = answer.get("usage") or {}
+        turn = self._turns
+        self._turns += 1
+        return Reply(
+            {"role": "assistant", "content": "", **message},
+            turn,
+            int(usage.get("prompt_tokens") or 0),
+            int(usage.get("completion_tokens") or 0),
+            str(choice.get("finish_reason") or "stop"),
+        )
+
+    def mark(self, turn: int, kind: TurnKind) -> None:
+        """Nothing is recorded here that has a kind."""
+
+    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        why = ""
+        for pause in self._pauses:
+            await asyncio.sleep(pause)
+            try:
+                response = await self._client.post("chat/completions", json=body, timeout=self._contract.wall_limit_s)
+            except httpx.TransportError as error:
+                why = f"{type(error).__name__}: {error}"
+                continue
+            if response.status_code == 200:
+                values: dict[str, Any] = response.json()
+                return values
+            why = f"status {response.status_code}: {response.text[:500]}"
+            if response.status_code == 400 and any(words in response.text.lower() for words in _OVERFLOW):
+                raise ContextOverflow(
+                    why, "prompt and reply fit into the server's context", "use a contract with a shorter context"
+                )
+            if response.status_code < 500 and response.status_code not in (408, 429):
+                raise _fault("endpoint_refused", self._client, why)
+        raise _fault("endpoint_died", self._client, why)
+
+
+def _fault(kind: str, client: httpx.AsyncClient, why: str) -> InfraFault:
+    return InfraFault(kind, f"{client.base_url}: {why}", "an endpoint answers every call", "read its log, and run again")
+
+
+async def warm_up(client: httpx.AsyncClient, model: str, contract: EvalContract) -> None:
+    """One call with the agents' tool, before any pair: a cold or wrongly configured server is not measured.
+
+    Raises:
+        OpsdError: the model is not served, its limit is below the contract's, the call failed, or a tool call came as text.
+    """
+    from cooperbench.agents.mini_swe_agent_v2.models.utils.actions_toolcall import BASH_TOOL
+
+    listed = await client.get("models", timeout=60)
+    served = {m["id"]: m for m in listed.json()["data"]} if listed.status_code == 200 else {}
+    if model not in served:
+        raise OpsdError(f"{client.base_url} serves {sorted(served)}", f"--model {model} is one of them", "name a served model")
+    limit = served[model].get("max_model_len")
+    if limit is not None and limit < contract.context_length:
+        raise OpsdError(
+            f"max_model_len {limit} of {client.base_url}",
+            f"the contract's context_length is {contract.context_length}",
+            "serve it with a longer context, or choose another contract",
+        )
+    ask = [{"role": "user", "content": "Use the bash tool to run: echo ready"}]
+    try:
+        reply = await EndpointSession(client, model, contract).chat(ask, [BASH_TOOL])
+    except (InfraFault, ContextOverflow) as error:
+        raise OpsdError(f"warm-up: {error.what}", "the endpoint answers before a pair is run", "see its log") from error
+    text = reply.message.get("content") or ""
+    if not reply.message.get("tool_calls") and ("<tool_call>" in text or "<function=" in text):
+        raise OpsdError(
+            f"warm-up: a tool call came as text: {text[:200]!r}",
+            "the server parses tool calls; otherwise every agent would fail by its format",
+            f"start the server with its tool parser ({contract.tool_parser})",
+        )
+
+
+async def run_plan(
+    run: RunDir,
+    pairs: Sequence[PairTask],
+    seeds: int,
+    contract: EvalContract,
+    session: Callable[[], EndpointSession],
+    *,
+    retries: int,
+    allow_unsafe: bool,
+    work_dir: Path,
+) -> None:
+    """Runs every pair x seed that is not on record, ``contract.concurrency`` at once; faults run again up to ``retries`` times."""
+    store = EpisodeStore(run.episodes, contract)
+    rows = [p for p in pairs for _ in range(seeds)]
+    slots, progress = asyncio.Semaphore(contract.concurrency), Progress(store, len(rows))
+    with ThreadPoolExecutor(2 * contract.concurrency) as agents, ThreadPoolExecutor(contract.concurrency) as grading:
+
+        async def one(index: int) -> None:
+            async with slots:
+                for attempt in range(retries + 1):
+                    episode, detail = await _episode(
+                        rows[index], episode_id(index), contract, session, agents, grading, allow_unsafe, work_dir
+                    )
+                    if episode.scored:
+                        break
+                    record_fault(run, episode, attempt, detail)
+                await asyncio.get_running_loop().run_in_executor(grading, run.store_episode, store, episode)
+                progress.look()
+
+        await asyncio.gather(*(one(i) for i in missing(run, store)))
+
+
+async def _episode(
+    pair: PairTask,
+    name: str,
+    contract: EvalContract,
+    session: Callable[[], EndpointSession],
+    agents: ThreadPoolExecutor,
+    grading: ThreadPoolExecutor,
+    allow_unsafe: bool,
+    work_dir: Path,
+) -> tuple[Episode, str]:
+    """One episode, and what its fault says."""
+    from verl_opsd.cooperbench.grading import grade_pair
+    from verl_opsd.cooperbench.harness import AGENTS, run_pair
+    from verl_opsd.cooperbench.prepare import load_prepared
+
+    loop, started = asyncio.get_running_loop(), time.time()
+    done: PairRun | None = None
+    grade: Grade | None = None
+    outcome, detail = "scored", ""
+    prepared = load_prepared(cache_dir(), pair.repo, pair.task_id)
+    try:
+        done = await run_pair(
+            pair,
+            prepared,
+            {agent: session() for agent in AGENTS},
+            contract,
+            work_dir=work_dir,
+            loop=loop,
+            executor=agents,
+            episode_id=name,
+            sandbox_backend=contract.sandbox,
+            allow_unsafe=allow_unsafe,
+        )
+        patches = [a.patch for a in done.agents]
+        settings = {"backend": contract.sandbox, "allow_unsafe": allow_unsafe, "timeout_s": contract.grade_timeout_s}
+        grade = await loop.run_in_executor(grading, lambda: grade_pair(pair, prepared, patches[0], patches[1], **settings))  # type: ignore[arg-type]
+    except InfraFault as fault:
+        outcome, detail = f"infra:{fault.kind}", str(fault)
+    episode = Episode(
+        episode_id=name,
+        repo=pair.repo,
+        task_id=pair.task_id,
+        features=pair.features,
+        split=pair.split,
+        contract_hash=contract.hash,
+        outcome=outcome,
+        turns=(),
+        agents=() if done is None else done.agents,
+        grade=grade,
+        brief_kinds={},
+        model_version=-1,
+        near_benchmark=prepared.near_benchmark,
+        t_start=started,
+        t_end=time.time(),
+        messages={} if done is None else done.messages,
+    )
+    return episode, detail
