@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verl_opsd.config_teacher import TeacherConfig, teacher_contradictions
 from verl_opsd.contract import FOUND, SCHEMA, EvalContract
+from verl_opsd.cooperbench.reward import RewardConfig
 from verl_opsd.errors import OpsdError
 
 if TYPE_CHECKING:
@@ -293,6 +294,7 @@ class OpsdConfig:
     gates: GatesConfig = field(default_factory=GatesConfig)
     worth: WorthConfig = field(default_factory=WorthConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     dry_run: bool = False
     actor_brief: ActorBriefConfig = field(default_factory=ActorBriefConfig)

@@ -207,6 +207,10 @@ def _register() -> None:
         target = "verl_opsd.verl_adapter.agent_loop.OpsdPairLoop"
         module.agent_loop._agent_loop_registry["opsd_pair"] = {"_target_": target}
 
+    def reward_managers(module: ModuleType) -> None:
+        import verl_opsd.verl_adapter.reward_manager  # noqa: F401
+
+    after_import("verl.experimental.reward_loop.reward_manager", reward_managers)
     after_import("verl.workers.rollout.base", rollout_base)
     after_import("verl.workers.rollout.replica", replica)
     after_import("verl.trainer.ppo.v1", trainer)

@@ -120,6 +120,8 @@ def test_wrong_type_or_choice_is_named(path, value):
         {"brief.too_long": "window", "brief.window_context": 100, "brief.max_view_tokens": 100},
         {"brief.too_long": "window", "brief.window_context": -1, "brief.max_view_tokens": 100},
         {"tasks.max_train": 0},
+        {"reward.clean_merge": -0.1},
+        {"reward.clean_merge": 0.3, "reward.non_empty": 0.2},
         {"tasks.look": "the final table"},
         {"tasks.test": "pocket_test", "tasks.look": "final"},
         {"tasks.max_eval": -1},

@@ -23,6 +23,8 @@ from verl_opsd.cooperbench.grading import grade_pair
 from verl_opsd.cooperbench.harness import run_pair
 from verl_opsd.cooperbench.pair_briefs import agents_of, briefs_of
 from verl_opsd.cooperbench.prepare import load_prepared
+from verl_opsd.cooperbench.quarantine import Quarantine
+from verl_opsd.cooperbench.reward import rewards
 from verl_opsd.cooperbench.types import PairRun, PairTask
 from verl_opsd.distill.weights import class_weight, max_prefix, position_weight, prefix_weight, segment_mask, turn_mask
 from verl_opsd.errors import InfraFault
@@ -102,6 +104,7 @@ class Runtime:
     run: RunDir
     contract: EvalContract
     store: EpisodeStore
+    quarantine: Quarantine
     slots: asyncio.Semaphore
     agents: ThreadPoolExecutor
     grading: ThreadPoolExecutor
@@ -120,6 +123,7 @@ class Runtime:
             run=run,
             contract=contract,
             store=EpisodeStore(run.episodes, contract),
+            quarantine=Quarantine(run.path),
             slots=asyncio.Semaphore(pairs),
             agents=ThreadPoolExecutor(2 * pairs, thread_name_prefix="opsd-agent"),
             grading=ThreadPoolExecutor(pairs, thread_name_prefix="opsd-grading"),
@@ -249,6 +253,8 @@ class OpsdPairLoop(AgentLoopBase):
         started, fault, grade, done = time.time(), None, None, None
         prepared = load_prepared(cache_dir(), pair.repo, pair.task_id)
         try:
+            if (known := rt.quarantine.fault(pair.key)) is not None:
+                raise known
             done = await run_pair(
                 pair,
                 prepared,
@@ -275,6 +281,7 @@ class OpsdPairLoop(AgentLoopBase):
             )
         except InfraFault as e:
             fault = e
+            rt.quarantine.note(pair.key, e)
         kinds = {a: hints[a].kind if a in hints else "none" for a in sessions}
         return _record(rt, pair, prepared.near_benchmark, episode_id, sessions, kinds, done, grade, fault, started), fault
 
@@ -283,7 +290,10 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
     """The rows of a scored episode: every branch of both agents that holds policy tokens, in the order agent1, agent2."""
     assert episode.grade is not None
     grade = episode.grade
+    earned = rewards(grade, episode.agents, opsd.reward, opsd.contract.step_limit)
     info = {
+        "reward": earned["total"],
+        **{name: value for name, value in earned.items() if name.startswith("shaped_")},
         "features_passed": sum(f.passed for f in grade.features),
         "pair_passed": int(all(f.passed for f in grade.features)),
         "features_earned": sum(f.earned for f in grade.features),
@@ -330,7 +340,7 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
                     response_ids=response,
                     response_mask=mask,
                     response_logprobs=logprobs,
-                    reward_score=grade.reward,
+                    reward_score=earned["total"],
                     num_turns=branch.n_turns,
                     metrics=AgentLoopMetrics(),
                     opsd_row=training_row(opsd, branch, view, keep) | teacher,
@@ -345,7 +355,7 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
     if windows:
         detail = f"branches of {episode.episode_id} in windows; {'; '.join(windows)}"
         RunDir.from_env().evidence("view_windows", len(windows), opsd.brief.max_view_tokens, None, detail)
-    return outputs or [_empty_row(tokenizer, grade.reward, info, episode.model_version, teacher)]
+    return outputs or [_empty_row(tokenizer, earned["total"], info, episode.model_version, teacher)]
 
 
 def _empty_row(
