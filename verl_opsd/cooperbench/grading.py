@@ -111,7 +111,8 @@ class GradingSandbox:
         """The sandbox is closed by whoever opened it."""
 
     def _step(self, argv: list[str]) -> _ExecResult:
-        result = self._run(argv, STEP_TIMEOUT_S)
+        # The package writes the merged tree as a diff without the contents of binary files, which can't be applied.
+        result = self._run([arg.replace("git diff ", "git diff --binary ") for arg in argv], STEP_TIMEOUT_S)
         if result.timed_out:
             self.fault = grading_fault("grader_timeout", f"{argv} ran for {STEP_TIMEOUT_S:g} s")
             raise self.fault

@@ -25,13 +25,18 @@ PATCH_LIMITS = Limits(output_bytes=64 << 20)
 
 
 class _Reader:
-    """An environment in which a command that fails is a fault: the harness would read an error text as a patch."""
+    """An environment in which a command that fails is a fault: the harness would read an error text as a patch.
+
+    Diffs hold binary files too, and bytes that are not UTF-8 stand in the output as ``surrogateescape`` leaves them.
+    """
 
     def __init__(self, sandbox: Sandbox, cwd: str):
         self.sandbox, self.cwd = sandbox, cwd
 
     def execute(self, action: dict[str, Any]) -> dict[str, Any]:
-        done = self.sandbox.run(["bash", "-c", action["command"]], timeout_s=GIT_TIMEOUT_S, cwd=self.cwd)
+        # The harness' own diff says only that a binary file differs, and no tool can apply that.
+        command = action["command"].replace("git --no-pager diff ", "git --no-pager diff --binary ")
+        done = self.sandbox.run(["bash", "-c", command], timeout_s=GIT_TIMEOUT_S, cwd=self.cwd)
         if done.returncode != 0 or done.timed_out or done.truncated:
             raise InfraFault(
                 "patch_unreadable",
@@ -40,7 +45,7 @@ class _Reader:
                 "a submission that can't be read is not an empty submission",
                 "run the pair again; when it repeats, look at the remote with keep=True",
             )
-        return {"output": done.text, "returncode": 0, "exception_info": ""}
+        return {"output": done.output.decode("utf-8", "surrogateescape"), "returncode": 0, "exception_info": ""}
 
 
 class PairRemote:

@@ -32,7 +32,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade, Sampling, TurnRecord
 
 #: Version of the files' schema; files of another version are refused.
-STORE_SCHEMA = 2
+STORE_SCHEMA = 3
 
 _TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()
 TURNS = pa.schema(
@@ -81,7 +81,7 @@ AGENT = pa.struct(
         ("feature_id", _INT),
         ("status", _TEXT),
         ("steps", _INT),
-        ("patch", _TEXT),
+        ("patch", pa.binary()),  # UTF-8, other bytes as they are
         ("sent_messages", _INT),
         ("opened_pr", pa.bool_()),
         ("error", _TEXT),
@@ -316,7 +316,8 @@ def _tables(episode: Episode) -> dict[str, pa.Table]:
         if grade
     ]
     row = {name: getattr(episode, name) for name in EPISODES.names}
-    row |= {"agents": [_shallow(a) for a in episode.agents], "messages": messages, "features": list(episode.features)}
+    agents = [_shallow(a) | {"patch": a.patch.encode("utf-8", "surrogateescape")} for a in episode.agents]
+    row |= {"agents": agents, "messages": messages, "features": list(episode.features)}
     row["brief_kinds"] = list(episode.brief_kinds.items())
     try:
         return {
@@ -367,7 +368,8 @@ def _episode(turns: pa.Table, grades: pa.Table, episodes: pa.Table) -> Episode:
             grade = Grade(features=(features[0], features[1]), **whole)
     row = episodes.to_pylist()[0]
     row["features"], row["brief_kinds"] = tuple(row["features"]), dict(row["brief_kinds"])
-    row["agents"] = tuple(AgentOutcome(**a) for a in row["agents"])
+    patches = [a.pop("patch").decode("utf-8", "surrogateescape") for a in row["agents"]]
+    row["agents"] = tuple(AgentOutcome(patch=patch, **a) for patch, a in zip(patches, row["agents"], strict=True))
     row["messages"] = json.loads(row["messages"])
     return Episode(turns=records, grade=grade, **row)
 

@@ -214,6 +214,14 @@ def test_what_an_agent_does_to_its_own_clone_does_not_change_its_submission(play
     assert len(list((tmp_path / "work").glob("pair-*/git/repo.git/refs"))) == 1  # keep=True
 
 
+def test_binary_files_and_other_encodings_are_part_of_a_submission(play):
+    write = "printf '\\x00\\x01\\xff' > logo.bin; printf 'caf\\xe9\\n' > latin.txt"
+    run = play(Script([write, PR]), Script(["echo two > two.txt", "git add -A && git commit -qm w && git push -q"]))
+    patch = run.agents[0].patch
+    assert "GIT binary patch" in patch and "Binary files" not in patch and "+caf\udce9\n" in patch
+    assert "two.txt" in run.agents[1].patch
+
+
 def test_compaction_is_the_contracts(play):
     steps = ["echo a", "echo b", "echo c", "echo d"]
     summary = {"role": "assistant", "content": "the summary"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import shutil
+import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -71,6 +73,21 @@ def test_a_patch_is_applied_byte_for_byte(pair: PairTask, task: PreparedTask, ma
     grade = grade_patch(pair, 1, task, patch)
     assert grade.passed, grade.output
     assert grade_pair(pair, task, patch, gold(pair, 2)).reward == 1.0
+
+
+def test_binary_files_survive_diff_merge_and_tests(pair: PairTask, task: PreparedTask, tmp_path: Path) -> None:
+    """The package passes only while its binary file is what the patch says."""
+    repo = tmp_path / "edit"
+    shutil.copytree(task.base, repo, symlinks=True)
+    content = bytes(range(256)) * 4
+    (repo / "textkit" / "data.bin").write_bytes(content)
+    check = f"import pathlib\ndata = pathlib.Path(__file__).parent.joinpath('data.bin').read_bytes()\nassert len(data) == {len(content)}\n"
+    (repo / "textkit" / "__init__.py").write_text(check)
+    subprocess.run(["git", "apply", "-"], cwd=repo, input=gold(pair, 1), text=True, check=True)
+    subprocess.run(["git", "add", "-A"], cwd=repo, check=True)
+    patch = subprocess.run(["git", "diff", "--cached", "--binary", "HEAD"], cwd=repo, capture_output=True, check=True).stdout
+    grade = grade_pair(pair, task, patch.decode("utf-8", "surrogateescape"), gold(pair, 2))
+    assert (grade.merge, passed(grade)) == ("clean", [True, True]), grade
 
 
 def garbage(seed: int, length: int) -> str:
