@@ -58,6 +58,12 @@ LIMITS = {
 }
 
 
+#: One row a step and a high learning rate: a tiny model that learns a few texts by heart.
+SETTINGS = ("data.train_batch_size=1", "optim.weight_decay=0.0", "optim.lr_warmup_steps_ratio=0.1", "trainer.save_freq=20")
+#: The family of tasks that the student is trained on; the other pocket tasks are those that it has never seen.
+FAMILY = "pocket_textkit_task"
+
+
 def expert(pair: PairTask, feature: int) -> list[dict[str, str]]:
     """Replies of an expert: apply the gold patch and publish, then submit."""
     patch = (pair.task_dir / f"feature{feature}" / "feature.patch").read_text()
@@ -201,19 +207,20 @@ def main() -> None:
     """Runs every step; a step whose folder is there is not run again."""
     p = argparse.ArgumentParser(description="Makes the warm tiny student.")
     p.add_argument("out", type=Path)
-    p.add_argument("--epochs", type=int, default=30)
+    p.add_argument("--epochs", type=int, default=65)
     p.add_argument("--lr", type=float, default=5e-3)
     p.add_argument("--repeats", type=int, default=4, help="episodes of each pair, before and after")
     args = p.parse_args()
     out, started = args.out, time.time()
     student = ensure_tiny(cache_dir() / "models")
-    experts = load_subset("pocket_train", split="train")
+    pocket = load_subset("pocket_train", split="train")
+    experts = [pair for pair in pocket if pair.repo == FAMILY]
     if not (out / "corpus").exists():
         if not (out / "experts").exists():
             play(student, experts, out / "experts", scripted=True)
         build_corpus([out / "experts"], out / "corpus")
     if not (out / "student").exists():
-        train(out / "corpus", student, out / "sft", args.epochs, args.lr, "optim.clip_grad=1.0", "optim.weight_decay=0.0")
+        train(out / "corpus", student, out / "sft", args.epochs, args.lr, *SETTINGS)
         step = (out / "sft" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
         export(out / "sft" / "checkpoints" / f"global_step_{step}", out / "student")
     passed = {
@@ -221,7 +228,7 @@ def main() -> None:
     }
     families = {
         "trained pairs": [p for p in experts if (p.repo, p.features) in passed],
-        "unseen family (inifile)": load_subset("pocket_eval", split="eval"),
+        "unseen families": [p for p in pocket if p.repo != FAMILY] + load_subset("pocket_eval", split="eval"),
     }
     found: dict[str, dict[str, Any]] = {}
     for arm, model in (("untouched", student), ("trained", out / "student")):
