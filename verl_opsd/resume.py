@@ -121,6 +121,7 @@ def set_aside(run: RunDir, step: int, keep_evaluation: bool) -> Path | None:
         place.parent.mkdir(parents=True, exist_ok=True)
         path.rename(place)
     run.report.unlink(missing_ok=True)
+    run.report.with_suffix(".html").unlink(missing_ok=True)
     episodes = sum(p.parent == run.episodes for p in moved)
     run.evidence("resume", step, None, None, f"{episodes} episodes and {len(moved) - episodes} files moved to {target}")
     return target

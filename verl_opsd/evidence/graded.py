@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from verl_opsd.evidence.chain import append
+from verl_opsd.errors import OpsdError
+from verl_opsd.evidence.chain import LOG, append, verify
 
 #: Name of the lines that hold an episode's hashes.
 EPISODE = "episode"
@@ -43,6 +44,26 @@ def check_episodes(run: Path, log: Iterable[Mapping[str, Any]]) -> dict[str, tup
     for episode_id in folders.keys() - known.keys():
         states[episode_id] = ("unrecorded", "the log does not know it: added by hand, or its writer was killed")
     return states
+
+
+def require_untouched(run: Path, what: str) -> None:
+    """Refuses a run whose log or graded episodes were changed. A run without a log, and episodes that a log does not know, pass: what
+    is not there can't have been changed.
+
+    Raises:
+        OpsdError: naming the first finding.
+    """
+    if not (run / LOG).is_file():
+        return
+    log, findings = verify(run)
+    wrong = [str(f) for f in findings if not f.killed]
+    wrong += [f"episode {e}: {why}" for e, (state, why) in check_episodes(run, log).items() if state == "altered"]
+    if wrong:
+        raise OpsdError(
+            f"{what} {run}: {wrong[0]}{f', and {len(wrong) - 1} more' if len(wrong) > 1 else ''}",
+            "what was graded is trained on as it was graded",
+            f"look with `opsd evidence verify {run}`; collect again",
+        )
 
 
 def _folders(store: Path) -> list[Path]:

@@ -23,6 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_opsd import reaper
 from verl_opsd.errors import OpsdError
+from verl_opsd.evidence.chain import lines
+from verl_opsd.evidence.copies import warning
 from verl_opsd.rundir import RunDir, write_json
 
 
@@ -152,6 +154,9 @@ class OpsdCallback(Callback):
         report, failed = self._run.report, job_return.status == JobStatus.FAILED
         if report.is_file() and not failed:
             print_table(report)
+            print(f"verl-opsd: {self._run.path}/report.html", flush=True)
+            if text := warning(lines(self._run.path), self._run.path):
+                print(f"warning: {text}", file=sys.stderr, flush=True)
         self._unwatch(started=True)
         if not failed and not report.is_file():
             print(f"verl-opsd: the job ended without a report; evidence: {self._run.path}/evidence.jsonl", file=sys.stderr)

@@ -14,6 +14,7 @@ from verl_opsd.config import OpsdConfig
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
+from verl_opsd.evidence.graded import require_untouched
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.records import Episode
 from verl_opsd.tokens.store import EpisodeStore
@@ -43,7 +44,7 @@ def check_corpus(opsd: OpsdConfig, contract: EvalContract, evaluation: list[Pair
     episodes name their own.
 
     Raises:
-        OpsdError: see above.
+        OpsdError: see above; or the corpus' evidence or graded episodes were changed.
     """
     assert opsd.corpus is not None
     run = RunDir(Path(opsd.corpus).expanduser())
@@ -53,6 +54,7 @@ def check_corpus(opsd: OpsdConfig, contract: EvalContract, evaluation: list[Pair
             "a corpus is a run directory with contract.json and episodes/",
             "give the directory of a finished `+recipe=opd` run",
         )
+    require_untouched(run.path, "corpus")
     theirs, stored = run.contract(), EpisodeStore(run.episodes).contract_hash
     if stored not in (None, theirs.hash):
         raise OpsdError(

@@ -166,5 +166,9 @@ def test_the_table_is_printed_at_the_end_and_by_the_command(online):
         for row in ("train episodes", "eval episodes", "train merges", "KL by quarter", "loss by round", "seconds by stage"):
             assert row in text
         assert "  ".join(f"{x:.3e}" for x in said["loss_by_round"]) in text
+    assert (
+        "Behaviour" in (online.directory / "report.html").read_text()
+        and "evidence lie in the run directory only" in online.output
+    )
     missing = subprocess.run([*command[:-1], str(online.cwd)], capture_output=True, text=True)
     assert missing.returncode == 2 and "report.json does not exist" in missing.stderr

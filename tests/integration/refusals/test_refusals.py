@@ -342,6 +342,28 @@ def test_host_that_cannot_switch_user_ids():
     assert "rule:" in done.stdout and "way out:" in done.stdout
 
 
+def test_predictions_are_written_down_before_anything_starts(compose, tmp_path):
+    """With the file the log begins to hold its hash; a file that predicts nothing is refused; without the key there is no such line."""
+    from verl_opsd.errors import OpsdError
+    from verl_opsd.evidence.chain import lines
+    from verl_opsd.rundir import RunDir
+    from verl_opsd.verl_adapter.launch import prepare_run
+
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        "name: p\npredictions:\n- {metric: eval.pairs_passed, comparison: '>', threshold: 0, denominator: {of: scored pairs, at_least: 1}}\n"
+    )
+    short = ("+recipe=opd", "opsd.tasks.max_train=1", "opsd.tasks.max_eval=1")
+    found = []
+    for name, more in (("with", [f"opsd.predictions={path}"]), ("without", [])):
+        prepare_run(compose(*short, *more), RunDir(tmp_path / name))
+        found.append([x["value"]["name"] for x in lines(tmp_path / name) if x["gate"] == "predicted"])
+    assert found == [["p"], []]
+    path.write_text(path.read_text().replace("'>'", "'='"))
+    with pytest.raises(OpsdError, match="comparison="):
+        prepare_run(compose(*short, f"opsd.predictions={path}"), RunDir(tmp_path / "bad"))
+
+
 # ---- resuming -----------------------------------------------------------------------------------------------------------
 
 

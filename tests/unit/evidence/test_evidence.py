@@ -18,7 +18,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.evidence.chain import LOG, append, lines, verify
 from verl_opsd.evidence.claims import Claim, claim, claims
 from verl_opsd.evidence.copies import copy, warning
-from verl_opsd.evidence.graded import check_episodes
+from verl_opsd.evidence.graded import check_episodes, require_untouched
 from verl_opsd.evidence.invalidation import invalidate, marks, parse_where
 from verl_opsd.evidence.predictions import Baseline, Number, Prediction, judge, judge_one, read, record, write_down
 from verl_opsd.rundir import RunDir, write_json
@@ -95,6 +95,22 @@ def test_states_of_episodes(run, capsys):
     }
     assert main(["evidence", "verify", str(run.path)]) == 1
     assert "3 of 5 episodes as graded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", ["grade", "log"])
+def test_what_was_changed_is_not_trained_on(run, change):
+    require_untouched(run.path, "corpus")
+    if change == "grade":
+        path = run.episodes / "eval-00003-1" / "grades.parquet"
+        pq.write_table(pq.read_table(path), path, compression="none")
+    else:
+        (run.path / LOG).write_text((run.path / LOG).read_text().replace("scored", "Scored", 1))
+    with pytest.raises(OpsdError, match=r"^corpus .*(grades\.parquet not as graded|edited)"):
+        require_untouched(run.path, "corpus")
+
+
+def test_a_run_without_a_log_has_nothing_to_be_changed(tmp_path):
+    require_untouched(tmp_path, "corpus")
 
 
 # ---- copies -----------------------------------------------------------------------------------------------------------
