@@ -25,7 +25,7 @@ from torch import Tensor
 from verl_opsd.distill.dense import Norms
 
 #: Tokens of a block of the chain rule, of a slice of the vocabulary, and of a program of the gradient's pass.
-BLOCK, SLICE, SPAN = 1024, 22528, 4096
+BLOCK, SLICE, SPAN = 1024, 11264, 4096
 #: Statistics of a block; the gradient's factors take the place of the first two.
 STATS = 8
 
@@ -52,7 +52,9 @@ def _block_kernel(student, teacher, prob, diff, stats, start, W, V, B, SIZE, BLO
     s_sum = tl.sum(tl.exp(s - s_max), 0)
     t_sum = tl.sum(tl.exp(t - t_max), 0)
     s_log = s_max + tl.log(s_sum)
-    offset = (s_max - t_max) + tl.log(s_sum / t_sum)  # of the normalisers; their own difference is rounded at their size
+    offset = (s_max - t_max) + tl.log(
+        tl.div_rn(s_sum, t_sum)
+    )  # of the normalisers; their own difference is rounded at their size
     p = tl.exp(s - s_log)
     difference = tl.where(inside, s - t, 0.0)
     d = difference - offset
@@ -90,7 +92,7 @@ def _combine_kernel(stats, out, C, B, SIZE, BLOCKS: tl.constexpr):
     t_top = tl.max(t_block, 0)
     t_sum = tl.sum(tl.exp(t_block - t_top), 0)
     far = t_top + tl.log(t_sum / s_sum)
-    near = tl.log(tl.sum(mass * tl.exp(-tl.minimum(tl.maximum(c, -1.0), 1.0)), 0) / tl.sum(mass, 0))
+    near = tl.log(tl.div_rn(tl.sum(mass * tl.exp(-tl.minimum(tl.maximum(c, -1.0), 1.0)), 0), tl.sum(mass, 0)))
     total = centre - tl.where(tl.max(tl.abs(c), 0) < 1.0, near, far)
     s_log = s_top + tl.log(s_sum)
     between = _kl_terms(mass, tl.exp(t_block - t_top) / t_sum, offset - total)

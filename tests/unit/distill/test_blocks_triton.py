@@ -1,0 +1,86 @@
+"""The kernels of the one pass, interpreted on the CPU, against float64. On an accelerator ``tests/gpu`` runs them compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from parity import reference
+
+from verl_opsd.distill import dense
+
+if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+    pytest.skip(
+        "kernels are interpreted with TRITON_INTERPRET=1 and triton installed (3.6 with numpy below 2.4)",
+        allow_module_level=True,
+    )
+
+from verl_opsd.distill import blocks_triton
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks_triton, "BLOCK", 64)
+
+
+def run(
+    student: torch.Tensor, teacher: torch.Tensor, coef: torch.Tensor, keep: torch.dtype = torch.float32, width: int = 192
+) -> tuple[dense.Norms, torch.Tensor, torch.Tensor]:
+    rows, vocab = student.shape
+    blocks = blocks_triton.Blocks(rows, vocab, student.device, keep)
+    for at in range(0, vocab, width):
+        blocks.add(at, student[:, at : at + width].contiguous(), teacher[:, at : at + width].contiguous())
+    norms, kl = blocks.combine()
+    return norms, kl, blocks.grad(coef, torch.float32)
+
+
+def definition(student: torch.Tensor, teacher: torch.Tensor, coef: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = student.double().requires_grad_()
+    kl = reference.kl(reference.softmax(leaf), reference.softmax(teacher.double()))
+    (grad,) = torch.autograd.grad((coef.double() * kl).sum(), leaf)
+    return kl.detach(), grad
+
+
+@pytest.mark.parametrize("vocab, width", [(700, 192), (130, 64), (64, 192), (50, 64)])
+@pytest.mark.parametrize("apart", [1e-3, 1e-2, 1.0, 30.0])
+def test_value_norms_and_gradient_are_the_definition(vocab: int, width: int, apart: float) -> None:
+    g = torch.Generator().manual_seed(0)
+    student = 3 * torch.randn(3, vocab, generator=g)
+    teacher = student + apart * torch.randn(3, vocab, generator=g)
+    coef = torch.tensor([0.3, 1.0, 0.7])
+    norms, kl, grad = run(student, teacher, coef, width=width)
+    want, want_grad = definition(student, teacher, coef)
+    assert ((kl - want).abs() <= torch.clamp(1e-5 * want, min=1e-9)).all() and (kl >= 0).all()
+    assert (grad - want_grad).norm() < 1e-5 * want_grad.norm()
+    logp, logq = reference.log_softmax(student.double()), reference.log_softmax(teacher.double())
+    torch.testing.assert_close(norms.student_norm_C.double(), (student.double() - logp)[:, 0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(norms.teacher_norm_C.double(), (teacher.double() - logq)[:, 0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(norms.mean_d_C.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(norms.entropy_C.double(), -(logp.exp() * logp).sum(-1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(norms.agree_C.bool(), student.argmax(-1) == teacher.argmax(-1))
+
+
+def test_sixteen_bits_touch_the_gradient_alone() -> None:
+    g = torch.Generator().manual_seed(1)
+    student, difference, coef = 3 * torch.randn(4, 500, generator=g), torch.randn(4, 500, generator=g), torch.ones(4)
+    for apart in (1e-3, 1.0):
+        exact, short = (run(student, student + apart * difference, coef, keep) for keep in (torch.float32, torch.float16))
+        assert torch.equal(exact[1], short[1]) and all(torch.equal(a, b) for a, b in zip(exact[0], short[0], strict=True))
+        assert 1e-6 < (exact[2] - short[2]).norm() / exact[2].norm() < 2**-10  # bf16 itself rounds to 2^-9
+
+
+def test_identical_masked_and_extreme_rows() -> None:
+    student = torch.randn(4, 300, generator=torch.Generator().manual_seed(2))
+    student[1], student[2] = torch.nan, 5e3 * student[2].sign()
+    teacher = student.clone()
+    teacher[2] *= -1
+    coef = torch.tensor([1.0, 0.0, 1.0, 0.5])
+    norms, kl, grad = run(student, teacher, coef)
+    assert kl[0] == kl[3] == 0 and (grad[[0, 1, 3]] == 0).all() and norms.agree_C[0] == 1
+    logp, logq = student[2].double().log_softmax(-1), teacher[2].double().log_softmax(-1)  # probabilities underflow even there
+    d = logp - logq
+    want = (logp.exp() * d).sum()
+    assert kl[2].item() == pytest.approx(float(want), rel=1e-5) and kl[2] > 9e3
+    torch.testing.assert_close(grad[2].double(), logp.exp() * (d - want), rtol=1e-4, atol=1e-4)
