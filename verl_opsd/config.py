@@ -96,6 +96,8 @@ class LossConfig:
         max_log_ratio: of k3, log-ratio in nats beyond which the pull stays the same; null stops the run where exp would overflow.
         reduction: token, turn, branch or episode mean over the rows of one optimizer step.
         anchor: weight of the same divergence to the student's own base; 0 turns it off.
+        anchor_positions: where the anchor pulls: ``policy``: every policy position; ``loss``: those that carry the divergence (a threshold
+            aside). Its denominator is their number, by ``reduction``.
         task_reward_coef: weight of PPO's clipped term with the episodes' reward (``actor.clip_ratio_low``, ``_high``, ``_c`` are its
             bounds); the advantage is the reward minus the mean of the round's other episodes. 0 turns it off.
         drift: measure the divergence from the student's own base at every policy position (for one more pass over the student's
@@ -124,6 +126,7 @@ class LossConfig:
     max_log_ratio: float | None = None
     reduction: Literal["token", "turn", "branch", "episode"] = "token"
     anchor: float = 0.0
+    anchor_positions: Literal["policy", "loss"] = "policy"
     task_reward_coef: float = 0.0
     drift: bool = False
     threshold: ThresholdConfig | None = None
@@ -524,6 +527,12 @@ def _contradictions(c: OpsdConfig) -> None:
             f"episodes_per_update={c.loss.episodes_per_update}",
             "k2 and k3 are right for tokens of the very policy that is trained: fresh ones, for one optimizer step a round",
             "use policy_gradient, which weighs tokens of an earlier policy by their ratio, or a divergence over the vocabulary",
+        )
+    if c.loss.anchor == 0 and c.loss.anchor_positions != "policy":
+        refuse(
+            f"opsd.loss.anchor_positions={c.loss.anchor_positions} without opsd.loss.anchor",
+            "without an anchor nothing reads its positions",
+            "set opsd.loss.anchor, or leave the key out",
         )
     if not c.loss.turn_kinds:
         refuse("opsd.loss.turn_kinds=[]", "some kind of turn carries the loss", "name policy, malformed or both")

@@ -99,6 +99,8 @@ def test_wrong_type_or_choice_is_named(path, value):
         {"loss.max_prefix": 0},
         {"loss.turn_kinds": []},
         {"loss.turns": []},
+        {"loss.anchor_positions": "loss"},
+        {"loss.anchor_positions": "all", "loss.anchor": 0.5},
         {"loss.turns": [[3, 3]]},
         {"loss.turns": [[-1, 3]]},
         {"loss.segments": [[0, 10, 20]]},

@@ -183,7 +183,7 @@ def training_view(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokeni
 
 def training_row(opsd: OpsdConfig, trajectory: Trajectory, view: TeacherView, keep: set[int]) -> dict[str, torch.Tensor]:
     """The row of one branch. ``opsd_coef`` holds static weights until the trainer divides by the global denominator; the anchor's are
-    1 at every policy position, also where those are 0.
+    1 at its positions: with ``anchor_positions=policy`` at every policy position, also where those are 0.
 
     Args:
         keep: turns that carry loss (:func:`kept_turns`).
@@ -200,6 +200,8 @@ def training_row(opsd: OpsdConfig, trajectory: Trajectory, view: TeacherView, ke
         row["opsd_coef"] *= prefix_weight(row["opsd_position"], row["opsd_turn"], opsd.loss.prefix_half_life)
     if opsd.loss.max_prefix is not None:
         row["opsd_coef"] *= max_prefix(row["opsd_position"], row["opsd_turn"], opsd.loss.max_prefix)
+    if opsd.loss.anchor_positions == "loss":
+        row["opsd_anchor"] *= row["opsd_coef"] != 0
     return row
 
 

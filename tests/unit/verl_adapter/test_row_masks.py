@@ -90,6 +90,13 @@ def test_segments_are_of_the_branchs_tokens(tokenizer, monkeypatch, tmp_path) ->
     assert got["opsd_coef"].tolist() == [0, 1, 1, 0, 0, 1, 0, 0, 0, 0] and got["opsd_anchor"].tolist() == [0.0] * 10
 
 
+def test_the_anchor_may_be_kept_to_the_positions_of_the_loss(tokenizer, monkeypatch, tmp_path) -> None:
+    loss = {"anchor": 0.5, "anchor_positions": "loss", "turns": [[1, 3]], "class_weights": {"other": 0.25}}
+    got = row(tokenizer, monkeypatch, tmp_path, **loss)
+    assert got["opsd_coef"].tolist() == [0] * 4 + [0.25] * 5 + [0]
+    assert got["opsd_anchor"].tolist() == [0] * 4 + [1] * 5 + [0]  # each weighs 1: the class weight is the divergence's
+
+
 def test_a_masked_turn_leaves_the_denominator_and_not_the_anchors(tokenizer, monkeypatch, tmp_path) -> None:
     from verl_opsd.verl_adapter.reduce import with_coefficients
 
