@@ -54,7 +54,7 @@ def row(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, **loss: 
         start += len(new) + size
     grade = Grade("clean", None, {}, (FeatureGrade(1, False, 0, 1, 1), FeatureGrade(2, False, 0, 1, 1)))
     agents = tuple(AgentOutcome(f"agent{i}", i, "Submitted", 1, "", 0, True) for i in (1, 2))
-    made = Episode("e", PAIR.repo, PAIR.task_id, PAIR.features, "train", "h", "scored", tuple(turns), agents, grade, "none", 0)
+    made = Episode("e", PAIR.repo, PAIR.task_id, PAIR.features, "train", "h", "scored", tuple(turns), agents, grade, {}, 0)
     (output,) = episode_outputs(OpsdConfig.parse(SECTION | {"loss": loss}), PAIR, made, tokenizer)
     return dict(output.opsd_row) | {"response_mask": torch.tensor(output.response_mask)}
 
