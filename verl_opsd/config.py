@@ -276,6 +276,19 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
+class CanaryConfig:
+    """Limits on how the policy acts while it is trained (``evaluation.canary``).
+
+    Attributes:
+        every: rounds between checks, each over the training episodes of these rounds; null: no check.
+        limits: file of limits; null: the one that ships with the package.
+    """
+
+    every: int | None = None
+    limits: str | None = None
+
+
+@dataclass(frozen=True)
 class OpsdConfig:
     """The whole section.
 
@@ -302,6 +315,7 @@ class OpsdConfig:
     dry_run: bool = False
     actor_brief: ActorBriefConfig = field(default_factory=ActorBriefConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    canary: CanaryConfig = field(default_factory=CanaryConfig)
     student: Literal["", "tiny", "smollm"] = ""
     corpus: str | None = None
     varies: str | None = None
@@ -427,6 +441,18 @@ def _contradictions(c: OpsdConfig) -> None:
             f"opsd.tasks.train={c.tasks.train} with opsd.mode={c.mode}",
             "training has training pairs, and an evaluation would ignore them",
             "set opsd.tasks.train for training, and leave it out of +recipe=full_eval",
+        )
+    if c.canary.every is None and c.canary.limits is not None:
+        refuse(
+            f"opsd.canary.limits={c.canary.limits} without opsd.canary.every",
+            "no check would read them",
+            "set opsd.canary.every",
+        )
+    if c.canary.every is not None and (c.canary.every < 1 or c.mode != "online"):
+        refuse(
+            f"opsd.canary.every={c.canary.every} with opsd.mode={c.mode}",
+            "a check is of the episodes that a round collects, every 1 or more rounds",
+            "use it with +recipe=opd; otherwise evaluate checkpoints with +recipe=full_eval",
         )
     if c.mode != "evaluate" and c.evaluation != EvaluationConfig():
         refuse(f"opsd.evaluation with opsd.mode={c.mode}", "only +recipe=full_eval reads these keys", "leave them out")

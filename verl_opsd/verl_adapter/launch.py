@@ -19,6 +19,7 @@ from verl_opsd.config import OpsdConfig, SandboxConfig
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
+from verl_opsd.evaluation import canary
 from verl_opsd.evidence.predictions import write_down
 from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
@@ -127,6 +128,11 @@ def prepare_missing(sandbox: SandboxConfig, pairs: list[PairTask]) -> None:
             qualify(task_dir, prepared, missing, backend=sandbox.backend, allow_unsafe=sandbox.allow_unsafe)
 
 
+def canary_limits(opsd: OpsdConfig) -> Path:
+    """The file of the canary's limits."""
+    return canary.DEFAULT if opsd.canary.limits is None else Path(opsd.canary.limits).expanduser()
+
+
 def write_data(run: RunDir, pairs: list[PairTask], name: str, batch: int = 1) -> None:
     """verl's prompt file: one row a pair, repeated until the rows are whole batches, since verl drops what is left over."""
     import pandas
@@ -218,6 +224,8 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     model_path = check_models(config, opsd)
     train, evaluation = load_pairs(opsd)
     check_rounds(config, len(train or evaluation))
+    if opsd.canary.every is not None:
+        canary.read_limits(canary_limits(opsd))
     cost = budget.estimate(config, opsd, len(evaluation) * opsd.evaluation.seeds)
     budget.require_within(cost, opsd.budget)
     contract = freeze_contract(config, opsd, train, evaluation, model_path)
@@ -247,6 +255,8 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
         from verl_opsd.verl_adapter import full_eval
 
         full_eval.prepare(config, opsd, run, evaluation, contract)
+    if opsd.canary.every is not None:
+        canary.write_down(run, canary_limits(opsd))
     record_briefs(run, opsd, briefs)
     if worth is not None:
         record_worth(run, *worth)

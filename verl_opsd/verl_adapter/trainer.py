@@ -34,6 +34,7 @@ from verl_opsd import resume
 from verl_opsd.config import OpsdConfig
 from verl_opsd.distill.policy import PpoClip
 from verl_opsd.errors import OpsdError
+from verl_opsd.evaluation import canary
 from verl_opsd.evaluation.page.episodes import Options
 from verl_opsd.evaluation.plan import Progress
 from verl_opsd.evaluation.write import write_report
@@ -44,6 +45,7 @@ from verl_opsd.tokens.rows import FIELDS, padding_fields
 from verl_opsd.tokens.store import EpisodeStore
 from verl_opsd.verl_adapter import corpus, full_eval, guards
 from verl_opsd.verl_adapter.found import check_tasks_unchanged
+from verl_opsd.verl_adapter.launch import canary_limits
 from verl_opsd.verl_adapter.loss import ON_STUDENT, OpsdLoss
 from verl_opsd.verl_adapter.passes import by_row, jagged, own_passes, rows_of, view_passes
 from verl_opsd.verl_adapter.reduce import update_groups, with_coefficients, with_rewards
@@ -231,6 +233,10 @@ class OpsdTrainer(PPOTrainerSync):
         super().on_sample_end()
         if self._collecting:
             self._require_recorded("train", self.config.data.train_batch_size)
+            every = self.opsd.canary.every
+            if every is not None and self.global_steps % every == 0:
+                limits = canary.read_limits(canary_limits(self.opsd))
+                canary.check(self.run_dir, self.global_steps - every + 1, self.global_steps, limits)
         self._collecting = False
         self._finish_stage("collect")
 
