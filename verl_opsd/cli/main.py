@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
         report,
         select,
         standings,
+        sweep,
         tasks,
     )
 
@@ -39,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_parser(subparsers)
     behaviour.add_parser(subparsers)
     standings.add_parser(subparsers)
+    sweep.add_parser(subparsers)
     corpus.add_parser(subparsers)
     export.add_parser(subparsers)
     select.add_parser(subparsers)

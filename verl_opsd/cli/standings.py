@@ -81,7 +81,7 @@ def table(rows: Sequence[Standing]) -> Table:
         ("submitted", "submitted"),
         ("opened a pull request", "opened_pr"),
     ):
-        add(f"{title} (of {getattr(rows[0], attribute).of})", *(_rate(getattr(r, attribute)) for r in rows))
+        add(f"{title} (of {getattr(rows[0], attribute).of})", *(rate_text(getattr(r, attribute)) for r in rows))
     numbers("median patch (bytes)", "median_patch_bytes", ".0f")
     numbers("median non-empty patch (bytes)", "median_non_empty_bytes", ".0f")
     numbers("patches a pair (kB)", "patch_kb_per_pair", ".1f")
@@ -120,7 +120,8 @@ def grid(rows: Sequence[Standing]) -> Table:
     return out
 
 
-def _rate(r: Rate) -> str:
+def rate_text(r: Rate) -> str:
+    """Count, share and 95% interval."""
     if r.low is None or r.high is None:
         return "none"
     return f"{r.passed}/{r.total} {r.value:.0%} ({r.low:.0%} to {r.high:.0%})"
