@@ -57,12 +57,18 @@ def test_the_command_prints_and_writes_table_and_plot(sweep, capsys):
     assert [j["standing"]["pairs"]["passed"] for j in json.loads((sweep / "sweep.json").read_text())["jobs"]] == [1, 3, 2]
 
 
-def test_a_job_without_evaluation_is_said(sweep, capsys):
+def test_a_job_without_evaluation_is_said(sweep):
     (sweep / "3" / ".hydra").mkdir(parents=True)
     (sweep / "3" / ".hydra" / "overrides.yaml").write_text(
         '["+recipe=full_eval", "opsd.contract.step_limit=400", "tasks=pocket"]'
     )
-    assert main(["sweep", str(sweep)]) == 1 and "not evaluated" in capsys.readouterr().out
+    assert main(["sweep", str(sweep)]) == 1 and "not evaluated" in (sweep / "sweep.html").read_text()
+    assert [j["standing"] is None for j in json.loads((sweep / "sweep.json").read_text())["jobs"]] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_undeclared_differences_and_other_folders_are_refused(sweep, tmp_path_factory, capsys):
