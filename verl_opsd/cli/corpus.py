@@ -30,6 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     render.set_defaults(func=render_corpus)
     for command in (build, render):
         _common(command)
+    build.add_argument("--split", choices=("train", "eval"), default="train", help="eval: of runs of +recipe=collect")
     build.add_argument("--level", choices=("feature", "pair"), default="feature", help="success gate")
     build.add_argument("--max-per-task", type=int, help="agents' runs of one task, at most")
     build.add_argument("--max-observation", type=int, default=24_000, help="characters of one tool result, at most")

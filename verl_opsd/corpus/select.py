@@ -35,6 +35,7 @@ class Spec:
     """What a corpus takes.
 
     Attributes:
+        split: of the episodes that are read: ``train`` of training runs, ``eval`` of ``+recipe=collect``.
         level: ``feature``: an agent's trajectories where its own feature passed on the merged tree; ``pair``: where both did.
         max_per_task: agents' runs that are taken of one task, at most; null takes all.
         near_duplicate: similarity from which on a row is dropped (``duplicates``); null keeps all.
@@ -44,6 +45,7 @@ class Spec:
         seed: of the draws: which runs a cap keeps, which episodes are held out, which rows a person judges.
     """
 
+    split: Literal["train", "eval"] = "train"
     level: Literal["feature", "pair"] = "feature"
     max_per_task: int | None = None
     near_duplicate: float | None = 0.9
@@ -147,14 +149,14 @@ def draw(seed: int, *names: object) -> str:
 
 
 def select(sources: Sequence[Source], spec: Spec, rendering: Rendering, target: Evaluated) -> Selection:
-    """Takes trajectories out of the sources' training episodes."""
+    """Takes trajectories out of the sources' episodes."""
     out = Selection()
     runs: list[list[CorpusRow]] = []
     for source in sources:
         for episode in source.store.episodes():
             where = f"{source.name}/{episode.episode_id}"
-            if episode.split != "train":
-                out.excluded["not_train"].append(where)
+            if episode.split != spec.split:
+                out.excluded["other_split"].append(where)
             elif not episode.scored:
                 out.excluded["infrastructure_fault"].append(f"{where}: {episode.outcome}")
             elif episode.actor_brief_kind == "answer" and not spec.allow_answer:

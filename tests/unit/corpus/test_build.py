@@ -59,7 +59,7 @@ def test_success_is_asked_of_the_feature_or_of_the_pair(run, target):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"split": "eval"}, "not_train"),
+        ({"split": "eval"}, "other_split"),
         ({"outcome": "infra:engine_died", "grade": None}, "infrastructure_fault"),
         ({"brief_kinds": {"agent1": "none", "agent2": "answer"}}, "answer_in_prompt"),
     ],
@@ -68,6 +68,8 @@ def test_episodes_that_are_left_out(changes, reason, tmp_path, target):
     bad = episode("bad", [call("ls")], [call("pwd")], **changes)
     found = taken([run_dir(tmp_path / "run", bad)], target)
     assert found.rows == [] and len(found.excluded[reason]) == 1
+    if reason == "other_split":
+        assert len(taken([tmp_path / "run"], target, split="eval").rows) == 2
     if reason == "answer_in_prompt":
         assert len(taken([tmp_path / "run"], target, allow_answer=True).rows) == 2
 
