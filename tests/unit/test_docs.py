@@ -119,11 +119,11 @@ def test_keys_that_are_named_exist(compose) -> None:
     online = compose(["+recipe=opd"])
     supervised = compose(["+recipe=warm_start", "curriculum=two_phase", "sft_scale=local"], "sft_trainer_engine")
     for page, text in TEXTS.items():
-        config = supervised if "warm_start" in page else online
-        starts = "|".join(re.escape(str(k)) for k in config)
+        configs = [online, supervised] if "warm_start" in page else [online]  # collecting is a run of the other trainer
+        starts = "|".join(re.escape(str(k)) for config in configs for k in config)
         code = "\n".join(re.findall(r"`([^`\n]+)`", text))
         for key in set(re.findall(rf"(?<![\w./+])((?:{starts})(?:\.\w+)+)(?![\w/*(-])", code)):
-            assert known(config, key), f"{page}: {key}"
+            assert any(known(config, key) for config in configs), f"{page}: {key}"
 
 
 def test_choices_of_groups_exist() -> None:
