@@ -131,6 +131,8 @@ class GatewayServer:
             )
         self.gateway, self.limits, self._host, self._port = gateway, limits or HttpLimits(), host, port
         self._open: dict[str, Access] = {}
+        self._calls: set[asyncio.Task[Response]] = set()
+        self._ending = False
         self._places = _Places(self.limits)
         self.app = FastAPI(openapi_url=None)
         self.app.post("/sessions/{session_id}/v1/chat/completions")(self._completions)
@@ -149,6 +151,9 @@ class GatewayServer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._ending = True
+        for call in self._calls:
+            call.cancel()
         self._server.should_exit = True
         await self._task
         self._socket.close()
@@ -180,7 +185,10 @@ class GatewayServer:
             body += part
             if len(body) > self.limits.body_bytes:
                 return _refusal(413, f"more than {self.limits.body_bytes} bytes", "invalid_request_error", "too_large")
+        if self._ending:
+            return _refusal(503, "the gateway is ending", "server_error", "ending")
         call = asyncio.create_task(self._answer(access, bytes(body)))
+        self._calls.add(call)
         gone = asyncio.create_task(_gone(request))
         try:
             await asyncio.wait({call, gone}, timeout=self.limits.timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -189,10 +197,13 @@ class GatewayServer:
             gone.cancel()
             call.cancel()
             await asyncio.wait({call})
+            self._calls.discard(call)
         if not call.cancelled():
             return call.result()
         if left:
             return Response(status_code=CLIENT_GONE)
+        if self._ending:
+            return _refusal(503, "the gateway is ending", "server_error", "ending")
         return _refusal(504, f"no reply within {self.limits.timeout_s:g} s", "timeout", "timeout")
 
     async def _answer(self, access: Access, body: bytes) -> Response:

@@ -298,6 +298,18 @@ def test_a_call_past_its_limit_is_504_and_leaves_nothing():
     served(work, Held(), HttpLimits(timeout_s=0.2))
 
 
+def test_a_server_that_ends_takes_its_calls_along():
+    async def go():
+        async with GatewayServer(make_gateway(Held())) as server:
+            engine, access = server.gateway.engine, server.open("e", "agent1")
+            call = asyncio.create_task(ask(access))
+            await until(lambda: engine.calls == 1)
+        assert engine.cancelled == 1 and access.session.records() == ()
+        assert (await call).status_code == 503
+
+    asyncio.run(go())
+
+
 def test_an_engine_that_restarts():
     """Two calls meet a dead engine, one a broken reply: each is named, none is recorded, the next call goes on."""
     gone, typed = ConnectionError("restarting"), InfraFault("engine_overloaded", "a", "b", "c")
