@@ -300,4 +300,19 @@ def print_table(path: Path) -> None:
         table.add_row("tokens a loss token", f"{r['tokens_per_loss_token']:.1f}")
     table.add_row("seconds by stage", "  ".join(f"{k} {v:.1f}" for k, v in r["seconds"].items()))
     table.add_row("gates", f"{r['gates']['passed']} passed, {len(r['gates']['failed'])} failed")
+    for name, rows in r.get("predictions", {}).items():
+        table.add_row(f"predictions {name}", ", ".join(f"{p['metric']} {p['verdict']}" for p in rows))
+    out = r.get("evidence", {"episodes": {}, "invalidated": [], "findings": []})
+    for m in out["invalidated"]:
+        table.add_row(f"[bold]invalidated[/] {m['field']}={m['value']}", m["reason"])
+    states = {k: n for k, n in out["episodes"].items() if k != "whole"}
+    if states:
+        words = {
+            "gone": "unverifiable, as their files are gone",
+            "altered": "not as graded",
+            "unrecorded": "unknown to the evidence",
+        }
+        table.add_row("[bold]episodes[/]", ", ".join(f"{n} {words[k]}" for k, n in states.items()))
+    if out["findings"]:
+        table.add_row("[bold]evidence[/]", "; ".join(out["findings"]))
     Console(width=120).print(table)

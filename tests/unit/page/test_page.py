@@ -215,6 +215,11 @@ def test_marks_reach_the_rows_that_depend(run, capsys):
     )  # version 0, and training, which holds some of it
     assert "Invalidated, version=0" in page.words
     assert json.loads(run.report.read_text())["evidence"]["invalidated"][0]["reason"] == "served without its adapter"
+    shutil.rmtree(run.episodes / "eval-00003-00001-0")
+    capsys.readouterr()
+    assert main(["report", str(run.path)]) == 0
+    out = capsys.readouterr().out
+    assert "invalidated version=0" in out and "1 unverifiable" in out and "eval.pairs_passed pass" in out
 
 
 def test_rows_whose_logs_are_gone_or_changed_say_so(run):

@@ -22,6 +22,7 @@ from verl_opsd.evaluation.page.episodes import Options, conversations, index, pa
 from verl_opsd.evaluation.page.gather import RunData
 from verl_opsd.evaluation.page.measure import Page
 from verl_opsd.evaluation.page.parts import Linker, Model, Numbering, Part, head, percent
+from verl_opsd.evaluation.page.plots import number
 from verl_opsd.evaluation.shapes import Standing
 from verl_opsd.evidence.copies import warning
 from verl_opsd.evidence.predictions import Judged
@@ -148,15 +149,12 @@ def _glance(
                 "title": f"{m.label}: pairs passed",
             }
         )
-    for r in runs[:2]:
-        who = f", {r.name}" if len(runs) > 1 else ""
+    for r in runs if len(runs) == 1 else ():
         rounds = (r.report.get("distillation") or {}).get("kl_by_round") or []
         if rounds:
-            from verl_opsd.evaluation.page.plots import number
-
             out.append(
                 {
-                    "term": f"divergence, nats a token{who}",
+                    "term": "divergence, nats a token",
                     "text": f"{number(rounds[0])} → {number(rounds[-1])}",
                     "small": f"first to last of {len(rounds)} rounds",
                 }
