@@ -90,7 +90,8 @@ class LossConfig:
 
     Attributes:
         divergence: reverse_kl, forward_kl, jsd (``beta``), skewed_reverse_kl, skewed_forward_kl (``skew``), or one that was
-            added to ``distill.loss.ANALYTIC``; from the sampled token alone: policy_gradient (``trust``), k2, k3.
+            added to ``distill.loss.ANALYTIC``; from the sampled token alone: policy_gradient (``trust``), k2, k3; nll, the negative
+            log-likelihood of the student's own tokens, which has no teacher.
         support: ``full``, or ``student_topk``, ``teacher_topk``, ``union_topk`` with ``top_k`` tokens a side and one tail bucket.
         trust: of policy_gradient, range of importance ratios outside which a token is masked.
         max_log_ratio: of k3, log-ratio in nats beyond which the pull stays the same; null stops the run where exp would overflow.
@@ -158,10 +159,10 @@ class LossConfig:
                 "the gradient of log p - log q at a sampled token is 0 in expectation: the run would learn noise",
                 "use policy_gradient, whose gradient is that of k1's expectation",
             )
-        if self.divergence not in (*ANALYTIC, *SAMPLED_OBJECTIVES):
+        if self.divergence not in (*ANALYTIC, *SAMPLED_OBJECTIVES, "nll"):
             raise OpsdError(
                 f"opsd.loss.divergence={self.divergence!r}",
-                f"opsd.loss.divergence is one of {', '.join((*sorted(ANALYTIC), *SAMPLED_OBJECTIVES))}",
+                f"opsd.loss.divergence is one of {', '.join((*sorted(ANALYTIC), *SAMPLED_OBJECTIVES, 'nll'))}",
                 "choose one of them, or add yours to verl_opsd.distill.loss.ANALYTIC from a module in VERL_USE_EXTERNAL_MODULES",
             )
         weights: list[Weight] = []
@@ -217,12 +218,14 @@ class ClassWeights:
 @dataclass(frozen=True)
 class GatesConfig:
     """Thresholds written down before the run; all fail closed. Divergences in nats a token, means over loss positions;
-    ``publish_follow_min`` is a share of 1, for rollout servers of verl's."""
+    ``publish_follow_min`` is a share of 1, for rollout servers of verl's; ``identity_end_max`` is of runs whose teacher is the student's own
+    base without a brief."""
 
     identity_max: float = 1e-6
     shifted_min: float = 1e-3
     brief_effect_min: float = 1e-6
     publish_kl_max: float = 1e-6
+    identity_end_max: float = 1e-6
     publish_follow_min: float = 0.5
 
 
@@ -510,7 +513,7 @@ def _contradictions(c: OpsdConfig) -> None:
     t = c.loss.threshold
     if c.loss.task_reward_coef < 0:
         refuse(f"opsd.loss.task_reward_coef={c.loss.task_reward_coef}", "a weight is at least 0", "0 turns the term off")
-    if c.loss.spec().sampled or c.loss.task_reward_coef > 0:
+    if (c.loss.spec().sampled and c.loss.divergence != "nll") or c.loss.task_reward_coef > 0:
         sampling = (c.contract.temperature, c.contract.top_p, c.contract.top_k)
         if sampling != (1.0, 1.0, -1):
             refuse(
@@ -559,6 +562,12 @@ def _contradictions(c: OpsdConfig) -> None:
             f"opsd.loss.anchor_positions={c.loss.anchor_positions} without opsd.loss.anchor",
             "without an anchor nothing reads its positions",
             "set opsd.loss.anchor, or leave the key out",
+        )
+    if c.loss.divergence == "nll" and (c.teacher.kind != "self" or c.brief.name != "none" or c.loss.anchor > 0 or c.loss.drift):
+        refuse(
+            f"opsd.loss.divergence=nll with teacher={c.teacher.kind} brief={c.brief.name} anchor={c.loss.anchor} drift={c.loss.drift}",
+            "the likelihood of the student's own tokens has no teacher; teacher, brief and anchor would be ignored",
+            "use +arm=sft, or a divergence from a teacher",
         )
     if not c.loss.turn_kinds:
         refuse("opsd.loss.turn_kinds=[]", "some kind of turn carries the loss", "name policy, malformed or both")

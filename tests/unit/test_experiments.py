@@ -69,6 +69,49 @@ def test_presets_compose(name: str, recipe: list[str], compose, tmp_path: Path) 
     assert config.actor_rollout_ref.actor.ppo_epochs == epochs
 
 
+ARMS = {  # name: (brief, teacher beside teacher=frozen, divergence)
+    "role_context_only": ("role_context_only", "frozen", "reverse_kl"),
+    "role_announce": ("role_announce", "frozen", "reverse_kl"),
+    "role_owner": ("role_owner", "frozen", "reverse_kl"),
+    "role_negotiate": ("role_negotiate", "frozen", "reverse_kl"),
+    "wrong_task": ("wrong_task", "frozen", "reverse_kl"),
+    "unbriefed": ("none", "frozen", "reverse_kl"),
+    "identity": ("none", "self", "reverse_kl"),
+    "sft": ("none", "self", "nll"),
+}
+
+
+def test_every_arm_is_tested() -> None:
+    assert {p.stem for p in (conf_dir() / "arm").glob("[a-z]*.yaml")} == set(ARMS)
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_arms_change_the_teacher_and_nothing_else(name: str, compose) -> None:
+    import dataclasses
+
+    from verl_opsd.verl_adapter.launch import parse
+    from verl_opsd.verl_adapter.trainer import is_identity
+
+    base = ["+recipe=opd_offline", "corpus=C", "scale=gpu2", "teacher=frozen", "actor_rollout_ref.model.path=/m"]
+    plain, arm = (parse(compose(*base, *more)) for more in ([], [f"+arm={name}"]))
+    assert (arm.brief.name, arm.teacher.kind, arm.loss.divergence) == ARMS[name]
+    back = dataclasses.replace(
+        arm,
+        brief=dataclasses.replace(arm.brief, name=plain.brief.name),
+        teacher=plain.teacher,
+        loss=dataclasses.replace(arm.loss, divergence=plain.loss.divergence),
+    )
+    assert back == plain
+    assert is_identity(arm) == (name == "identity")
+
+
+def test_an_arm_of_a_preset(compose) -> None:
+    from verl_opsd.verl_adapter.launch import parse
+
+    sft = parse(compose("+recipe=opd_offline", "corpus=C", "scale=gpu2", "+experiment=seeds_r0", "+arm=sft"))
+    assert (sft.loss.divergence, sft.loss.support, sft.loss.epochs, sft.loss.max_prefix) == ("nll", "full", 3, 16384)
+
+
 def test_the_role_ablation_is_a_sweep_over_four_arms(compose) -> None:
     from verl_opsd.privilege.library import ROLES
 

@@ -5,6 +5,7 @@ Thresholds come from ``opsd.gates``; every verdict is appended to ``evidence.jso
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
@@ -164,6 +165,34 @@ def identity_control(trainer: Any, batch: KVBatchMeta) -> None:
             "the brief changes nothing at the student's tokens, so there is nothing to learn from it: look at it with `opsd probe`",
             detail,
         )
+
+
+def identity_end(trainer: Any, batch: KVBatchMeta) -> None:
+    """After an update of the identity arm: a student that was trained towards its own base, without a brief, is still its base."""
+    gates, run = trainer.opsd.gates, trainer.run_dir
+    moved = _control(trainer, _sample(trainer, batch), "own", 0, "on")
+    run.require(
+        "identity_ends_at_base",
+        float(moved.mean()),
+        gates.identity_end_max,
+        bool(moved.mean() <= gates.identity_end_max),
+        "a teacher that says what the student says has moved it: the loss has a gradient where it is 0, or the optimizer drifts by itself",
+        f"mean nats between trained student and base over {moved.size} loss positions, max {moved.max():.2e}",
+    )
+
+
+def states(trainer: Any, batch: KVBatchMeta) -> None:
+    """The update's states in their order, as one hash: arms of a comparison have the same."""
+    fields = ("input_ids", "opsd_position")
+    digest = hashlib.sha256()
+    real = [k for k, t in zip(batch.keys, batch.tags, strict=True) if not t.get("is_padding", False)]
+    data = tq.kv_batch_get(keys=real, partition_id=batch.partition_id, select_fields=list(fields))
+    count = 0
+    for ids, position in zip(*(data[f].unbind() for f in fields), strict=True):
+        count += len(position)
+        for part in (ids, position):
+            digest.update(f"|{len(part)}|".encode() + part.to(torch.int64).cpu().numpy().tobytes())
+    trainer.run_dir.evidence("states", count, None, None, f"loss positions of {len(real)} rows, sha256 {digest.hexdigest()}")
 
 
 def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:

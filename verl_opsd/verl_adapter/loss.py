@@ -54,6 +54,12 @@ class OpsdLoss:
                 "decay belongs to the ema teacher and lag to the lagged one",
                 "give the one that the teacher needs",
             )
+        if self.spec.divergence == "nll" and (self.teacher != "self" or self.anchor):
+            raise OpsdError(
+                f"divergence nll with teacher={self.teacher} anchor={self.anchor}",
+                "the likelihood of the student's own tokens has no teacher",
+                "use teacher=self without an anchor and without drift",
+            )
         if self.divide_by_kept and self.kept_above is None:
             raise OpsdError(
                 f"divide_by_kept with weights {self.spec.weights}",
@@ -63,8 +69,10 @@ class OpsdLoss:
 
     @property
     def of_reference(self) -> OpsdLoss:
-        """The same loss with the reference weights as the teacher: the anchor, and the controls of a teacher of another model."""
-        return dataclasses.replace(self, teacher="self", decay=None, lag=None)
+        """The same loss with the reference weights as the teacher: the anchor, and the controls of a loss whose teacher is another model or
+        that has none."""
+        spec = LossSpec() if self.spec.divergence == "nll" else self.spec
+        return dataclasses.replace(self, spec=spec, teacher="self", decay=None, lag=None)
 
     @property
     def kept_above(self) -> float | None:

@@ -77,7 +77,10 @@ def loss_task(
                 f"take the threshold at collection, or build the rows with opsd_{name} = 0",
             )
     spec = loss.spec
-    if isinstance(teacher, tuple):
+    signal, weight_VH = None, None
+    if spec.divergence == "nll":  # of the sampled tokens: there is no teacher
+        pass
+    elif isinstance(teacher, tuple):
         signal, weight_VH = signal_of(batch, "opsd_signal", counts, teacher[0]), teacher[1]
     else:
         outside = teacher[teacher_of_rows(batch, counts, len(teacher))]

@@ -75,6 +75,12 @@ def loss_of(opsd: OpsdConfig, lora: bool, clip: PpoClip) -> OpsdLoss:
     )
 
 
+def is_identity(opsd: OpsdConfig) -> bool:
+    """Whether nothing but the student's own base, without a brief, says where the student goes."""
+    alone = opsd.loss.task_reward_coef == 0 and opsd.loss.divergence != "nll"
+    return alone and (opsd.brief.name, opsd.teacher.kind) == ("none", "self")
+
+
 def faults_of_round(step: int, outcomes: dict[str, int], run: RunDir) -> OpsdError:
     """The error of a round that infrastructure faults have ended.
 
@@ -397,7 +403,10 @@ class OpsdTrainer(PPOTrainerSync):
             kind = "device" if self.teachers else "view"
             divergences = guards.divergences(self, batch, kind, 0, "on")
             self._kept_share = mask_at_collection(batch, divergences, self._group_of, self.opsd.loss)
+        guards.states(self, batch)
         output = self.actor_rollout_wg.update_actor(batch)["metrics"]
+        if is_identity(self.opsd):
+            guards.identity_end(self, batch)
         if self.opsd.teacher.kind in ON_STUDENT:  # the workers scored the rows first
             self._finish_stage("score", ended=self._stage_started + self.actor_rollout_wg.opsd_score_seconds()[0])
         self._save_telemetry(output)

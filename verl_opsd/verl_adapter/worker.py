@@ -72,7 +72,7 @@ class OpsdTrainingWorker(TrainingWorker):
         return super().train_mini_batch(data)
 
     def _score(self, data: TensorDict, loss: OpsdLoss) -> None:
-        wanted: dict[str, Literal["view", "own"]] = {"opsd_signal": "view"}
+        wanted: dict[str, Literal["view", "own"]] = {} if loss.spec.divergence == "nll" else {"opsd_signal": "view"}
         if loss.anchor:
             wanted["opsd_base"] = "own"
         for name, source in wanted.items():

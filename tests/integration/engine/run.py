@@ -16,6 +16,7 @@ import traceback
 from datetime import timedelta
 from typing import Any
 
+import cases_arms
 import cases_controls
 import cases_copies
 import cases_device
@@ -41,6 +42,7 @@ def main() -> None:
     modules = (
         cases_parity,
         cases_scoring,
+        cases_arms,
         cases_controls,
         cases_copies,
         cases_numbers,

@@ -36,6 +36,7 @@ BOTH = (
     "remote",
     "export",
     "copies",
+    "arms",
 )
 CASES = {
     1: (
@@ -271,6 +272,17 @@ def test_identical_device_teacher_has_no_divergence(measured: Any, world: int) -
     assert abs(found["view"]) < 1e-5 < 1e-2 < found["view_mean"]
     assert found["self_identity"]["mean"] <= 1e-6 and found["self_shifted"]["mean"] > 1e-2
     assert found["grads"] == 0 and found["checks"]
+
+
+@each_world
+def test_control_arms(measured: Any, world: int) -> None:
+    """The identity teacher leaves the student at its base, which a brief does not; the likelihood arm is plain code's, and scores nothing."""
+    found = measured(world, "arms")
+    assert found["identity"] <= 1e-9 < 1e-3 < found["briefed"]
+    nll = found["nll"]
+    assert nll["loss_value"] > 1e-2 and nll["loss"] < 1e-5 and nll["divergence"] < 1e-4 and nll["grad"] < 1e-3
+    assert len(set(nll["forwards"])) == 1 and nll["identity"] <= 1e-9
+    assert "has no teacher" in found["refused"]
 
 
 @each_world
