@@ -46,11 +46,16 @@ def freeze_contract(
         harness=identity_string(),
         templates_hash=harness_identity()["templates_hash"],
         tokenizer_hash=tokenizer_hash(AutoTokenizer.from_pretrained(model_path)),
-        dataset_hash=tree_hash(sorted({p.task_dir for p in pairs})),
+        dataset_hash=tree_hash(task_folders(pairs)),
         subset_hash=subset_hash(pairs),
         serving=serving(config),
         sandbox_traits=traits(opsd.contract.sandbox),
     )
+
+
+def task_folders(pairs: list[PairTask]) -> list[Path]:
+    """Folders of the pairs' tasks, each once, in the order in which the contract hashes them."""
+    return sorted({p.task_dir for p in pairs})
 
 
 def serving(config: DictConfig) -> str:
@@ -102,7 +107,7 @@ def check_siblings(run: RunDir, contract: EvalContract, varies: str | None) -> N
 
 def record_tasks(run: RunDir, opsd: OpsdConfig, train: list[PairTask], evaluation: list[PairTask]) -> None:
     """Writes ``tasks.json`` (pairs by split, the folders of their tasks), and a look at the locked split into the evidence."""
-    folders = sorted({str(p.task_dir) for p in train + evaluation})
+    folders = [str(folder) for folder in task_folders(train + evaluation)]
     splits = {"train": [p.key for p in train], "eval": [p.key for p in evaluation]}
     write_json(run.path / "tasks.json", {**splits, "locked": opsd.tasks.test, "look": opsd.tasks.look, "folders": folders})
     if opsd.tasks.look is not None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
 from verl_opsd.contract import EvalContract
+from verl_opsd.cooperbench.dataset import tree_hash
+from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir, write_json
-from verl_opsd.verl_adapter.found import check_siblings, serving
+from verl_opsd.verl_adapter.found import check_siblings, check_tasks_unchanged, record_tasks, serving, task_folders
 
 CONFIG = {
     "actor_rollout_ref": {
@@ -71,6 +75,29 @@ def test_what_decides_how_a_model_is_served_changes_the_line(changes: dict[str, 
 )
 def test_capacity_does_not(changes: dict[str, object]) -> None:
     assert line(**changes) == line()
+
+
+def test_task_files_are_those_that_the_run_began_with(tmp_path: Path) -> None:
+    """Names whose order as text is not their order as paths."""
+    pairs = [PairTask(tmp_path / "data", repo, 1, (1, 2)) for repo in ("a-b_task", "a_task", "a")]
+    for pair in pairs:
+        pair.task_dir.mkdir(parents=True)
+        (pair.task_dir / "runner.sh").write_text(pair.repo)
+    opsd = SimpleNamespace(tasks=SimpleNamespace(test="locked", look="the final table"))
+    run = RunDir(tmp_path / "run")
+    contract = EvalContract(dataset_hash=tree_hash(task_folders(pairs)))
+    write_json(run.path / "contract.json", contract.as_dict())
+    record_tasks(run, opsd, pairs[:2], pairs[2:])
+    check_tasks_unchanged(run)
+    (pairs[1].task_dir / "runner.sh").write_text("another")
+    with pytest.raises(OpsdError, match="tasks_unchanged"):
+        check_tasks_unchanged(run)
+    lines = [json.loads(line) for line in (run.path / "evidence.jsonl").read_text().splitlines()]
+    assert [(g["gate"], g["verdict"]) for g in lines] == [
+        ("locked_look", "recorded"),
+        ("tasks_unchanged", "pass"),
+        ("tasks_unchanged", "fail"),
+    ]
 
 
 def sweep(folder: Path, *contracts: EvalContract) -> list[RunDir]:
