@@ -5,14 +5,15 @@ The formulas count what this project's code holds at its peak; benchmarks/pair.p
 
 from __future__ import annotations
 
+from verl_opsd.distill.chunk import ONE_PASS_ROWS, ROWS
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.checkpointing import Plan, kept_bytes, plan
 from verl_opsd.planning.shape import BF16, Kind, ModelShape
 
 #: Part of a device's memory that the allocator can't use for one more tensor, and bytes of the CUDA context and libraries.
 SPREAD, CONTEXT = 0.03, 1.5e9
-#: Loss positions of one chunk of the vocabulary head in float32 logits of student and teacher, their gradient in bf16 (benchmarks/head.py).
-HEAD_CHUNK = 256
+#: Tokens of a slice of the vocabulary in the head's one pass (``distill.blocks_triton.SLICE``, which needs Triton to be imported).
+HEAD_SLICE = 11264
 #: Bytes of a trained parameter: float32 master, gradient and two moments.
 TRAINED = 16
 
@@ -23,8 +24,10 @@ def usable(device_bytes: float) -> float:
 
 
 def head_bytes(shape: ModelShape) -> float:
-    """Of the vocabulary head at work."""
-    return HEAD_CHUNK * shape.vocab * (4 + 4 + BF16 + 2)
+    """Of the vocabulary head at work (benchmarks/head.py): two numbers of 16 bits a logit and a slice of float32 logits of both sides in
+    one pass, or float32 logits of both sides and their gradient in two."""
+    one_pass = ONE_PASS_ROWS * (4 * shape.vocab + 8 * HEAD_SLICE)
+    return max(one_pass, ROWS * shape.vocab * (4 + 4 + BF16 + 2))
 
 
 def backward_bytes(shape: ModelShape, kind: Kind) -> float:

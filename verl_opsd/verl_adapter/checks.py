@@ -11,11 +11,11 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id
 
+from verl_opsd.distill.chunk import logits
 from verl_opsd.distill.head import HeadTask, LossPositionHead
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
@@ -196,7 +196,7 @@ def logprobs(engine: OpsdEngine, sequences: Sequence[Sequence[int]], positions: 
         weight_VH = engine.head_weight()
         for ids, places in zip(sequences, positions, strict=True):
             (hidden_PH,) = engine.hidden([torch.tensor(ids)], [torch.tensor(places, dtype=torch.int64)])
-            logits_PV = F.linear(hidden_PH, weight_VH.to(hidden_PH.dtype)).float()
+            logits_PV = logits(hidden_PH, weight_VH.to(hidden_PH.dtype), torch.float32)
             out.append(logits_PV.log_softmax(-1).cpu().numpy())
     return out
 
