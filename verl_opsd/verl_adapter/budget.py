@@ -111,4 +111,4 @@ def require_within(found: Estimate, budget: BudgetConfig) -> None:
 def record(run: Any, found: Estimate, budget: BudgetConfig) -> None:
     """Writes the estimate into the run's evidence, beside its limits."""
     for name, value, limit, holds in within(found, budget):
-        run.evidence(f"budget.{name}", value, limit, holds, found.text().splitlines()[0])
+        run.evidence(f"budget.{name}", value, limit, None if limit is None else holds, found.text().splitlines()[0])
