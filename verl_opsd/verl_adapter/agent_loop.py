@@ -76,7 +76,8 @@ class VerlEngine:
 
     async def generate(self, prompt_ids: list[int], *, session: str, turn: int, sampling: Sampling) -> Generation:
         """One reply. Our own servers also get the session, which keys their cache, random numbers and scripts."""
-        session += self._again
+        episode, agent = session.rsplit("/", 1)
+        session = f"{episode}{self._again}/{agent}"
         own = {"session": f"{self._pair_key}|{session.replace('/', '|')}", "turn": turn} if self._own else {}
         params = {
             "temperature": sampling.temperature,
@@ -231,9 +232,9 @@ class OpsdPairLoop(AgentLoopBase):
         await asyncio.get_running_loop().run_in_executor(rt.grading, rt.run.store_episode, rt.store, episode)
         if fault is not None and rt.opsd.mode == "evaluate":
             record_fault(rt.run, episode, rt.opsd.evaluation.retries, str(fault))
-            return [
-                _empty_row(self.tokenizer, 0.0, {}, -1, teacher_of(rt.opsd, pair))
-            ]  # verl waits for a row; no rate is made of it
+            # verl waits for a row and takes means of it; no rate is made of those
+            unknown = dict.fromkeys(("features_passed", "pair_passed", "features_earned", "clean_merge"), float("nan"))
+            return [_empty_row(self.tokenizer, 0.0, unknown, -1, teacher_of(rt.opsd, pair))]
         if fault is not None:
             raise fault
         return outputs
