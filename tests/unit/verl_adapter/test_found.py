@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.dataset import tree_hash
+from verl_opsd.cooperbench.sandbox import BACKENDS, traits
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir, write_json
@@ -98,6 +99,11 @@ def test_task_files_are_those_that_the_run_began_with(tmp_path: Path) -> None:
         ("tasks_unchanged", "pass"),
         ("tasks_unchanged", "fail"),
     ]
+
+
+def test_every_backend_tells_what_it_does_otherwise() -> None:
+    told = {backend: traits(backend) for backend in BACKENDS}
+    assert len(set(told.values())) == len(BACKENDS) and all("memory_bytes=" in text for text in told.values())
 
 
 def sweep(folder: Path, *contracts: EvalContract) -> list[RunDir]:

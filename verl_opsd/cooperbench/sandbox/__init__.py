@@ -103,17 +103,11 @@ def require_sandbox(backend: str, *, allow_unsafe: bool = False) -> None:
         make_sandbox(backend, SandboxSpec("probe", Path(directory)), allow_unsafe=allow_unsafe).close()
 
 
-#: What a backend does that another does not, where a score could depend on it.
-_TRAITS = {
-    "bubblewrap": "background processes end with their command, no network, fresh environment, mapped paths",
-    "process": "background processes end with their command, the host's network, fresh environment, the host's paths",
-}
-
-
 def traits(backend: str) -> str:
-    """How a backend treats background processes, network, environment and paths, and the limits of an agent's sandbox
-    (bytes)."""
-    return f"{_TRAITS[backend]}; {', '.join(f'{k}={v}' for k, v in dataclasses.asdict(Limits()).items())}"
+    """What a backend does that another does not, where a score could depend on it, and the limits of an agent's sandbox (bytes)."""
+    told = BACKENDS[backend]
+    limits = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(Limits()).items())
+    return f"processes {told.processes}; network {told.network}; files {told.files}; limits {told.limits}: {limits}"
 
 
 def unavailable(backend: str) -> str:
