@@ -88,8 +88,8 @@ def test_spawning_in_a_forked_child():
 def test_backends(tmp_path):
     spec = SandboxSpec("x", tmp_path)
     with pytest.raises(OpsdError) as error:
-        make_sandbox("docker", spec)
-    assert "bubblewrap, process" in str(error.value)
+        make_sandbox("podman", spec)
+    assert "bubblewrap, process, docker, modal" in str(error.value)
     with pytest.raises(OpsdError) as error:
         make_sandbox("process", spec)
     assert "data set" in str(error.value) and "allow_unsafe=True" in str(error.value)

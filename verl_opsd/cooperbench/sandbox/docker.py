@@ -72,7 +72,7 @@ class DockerSandbox(ContainerSandbox):
         options += [o for source, inside in writable for o in ("--volume", f"{source.resolve()}:{inside}:rw")]
         done = self._ask("run", "--detach", *options, "--entrypoint", "sleep", image, "infinity", timeout_s=PULL_WAIT_S)
         if done.returncode:
-            self._remove()
+            self._ask("rm", "--force", "--volumes", self.name)  # what a start that failed half-way has left
             raise self._fault("sandbox_unreachable", f"`docker run` of {image}: {done.stderr.strip()[-500:]}")
         super().__init__(spec)
 
