@@ -11,7 +11,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +83,18 @@ class Progress:
 
     store: EpisodeStore
     planned: int
-    seen: int = -1
+    seen: dict[str, Episode] | None = None
 
     def look(self) -> str | None:
-        """The line that was printed; None where nothing is new."""
+        """The line that was printed; None where nothing is new. Each episode is read once, and kept without its tokens."""
         ids = self.store.ids()
-        if len(ids) == self.seen:
+        if self.seen is not None and len(ids) == len(self.seen):
             return None
-        self.seen = len(ids)
-        line = running([self.store.read(i) for i in ids], self.planned)
+        self.seen = self.seen or {}
+        for i in ids:
+            if i not in self.seen:
+                self.seen[i] = replace(self.store.read(i), turns=(), messages={})
+        line = running(list(self.seen.values()), self.planned)
         print(f"verl-opsd: {line}", flush=True)
         return line
 
