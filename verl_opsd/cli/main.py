@@ -21,6 +21,7 @@ def parser() -> argparse.ArgumentParser:
         evidence,
         export,
         matrix,
+        plan,
         probe,
         report,
         select,
@@ -41,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     behaviour.add_parser(subparsers)
     standings.add_parser(subparsers)
     sweep.add_parser(subparsers)
+    plan.add_parser(subparsers)
     corpus.add_parser(subparsers)
     export.add_parser(subparsers)
     select.add_parser(subparsers)

@@ -36,32 +36,16 @@ class Plan:
         return f"{sum(self.keep)} of {len(self.keep)} layers keep their activations{', inputs of the others on the host' * self.offload}"
 
 
-def plan(shape: ModelShape, tokens: int, budget_bytes: float, offload: bool = False) -> Plan:
-    """The layers to keep for forwards of ``tokens`` tokens.
+def plan(shape: ModelShape, tokens: int, kept: int, offload: bool = False) -> Plan:
+    """Keeps ``kept`` layers: those whose second forward costs most for a byte, and of one kind the last, which live shortest.
 
     Args:
-        budget_bytes: for everything that layers keep until backward, inputs of checkpointed layers included.
-        offload: keep these inputs on the host; they then count nothing.
-
-    Raises:
-        OpsdError: even the inputs of the layers do not fit.
+        tokens: of a forward; the longer it is, the more an attention layer's second forward costs.
+        offload: the inputs of the other layers wait on the host.
     """
-    input_bytes = 0 if offload else tokens * shape.boundary_bytes()
-    left = budget_bytes - len(shape.kinds) * input_bytes
-    if left < 0:
-        raise OpsdError(
-            f"{budget_bytes / 1e9:.1f} GB for activations of {tokens} tokens through {len(shape.kinds)} layers",
-            f"checkpointed layers keep their inputs: {len(shape.kinds) * input_bytes / 1e9:.1f} GB",
-            "raise the budget, shorten the context, or let the inputs wait on the host (offload)",
-        )
-    keep = [False] * len(shape.kinds)
     worth = {k: shape.layer_flop(k, tokens) / shape.kept_bytes(k) for k in set(shape.kinds)}
-    # The last layers' activations live shortest, so of one kind the last are kept.
-    for i in sorted(range(len(keep)), key=lambda i: (-worth[shape.kinds[i]], -i)):
-        more = tokens * shape.kept_bytes(shape.kinds[i]) - input_bytes
-        if more <= left:
-            keep[i], left = True, left - more
-    return Plan(tuple(keep), offload)
+    order = sorted(range(len(shape.kinds)), key=lambda i: (-worth[shape.kinds[i]], -i))
+    return Plan(tuple(i in order[:kept] for i in range(len(shape.kinds))), offload)
 
 
 def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
@@ -121,12 +105,6 @@ class HostInputs:
             return host
         torch.cuda.current_stream(device).wait_stream(self._stream)
         return host.to(device, non_blocking=True)
-
-
-def kept_bytes(shape: ModelShape, chosen: Plan, tokens: int) -> float:
-    """Bytes on the device that layers keep until backward under a plan."""
-    inputs = 0 if chosen.offload else shape.boundary_bytes()
-    return tokens * sum(shape.kept_bytes(k) if keep else inputs for k, keep in zip(shape.kinds, chosen.keep, strict=True))
 
 
 def everything(layers: Sequence[Any] | int) -> Plan:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 from collections.abc import Callable
 from copy import copy
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -175,17 +177,29 @@ class ReferenceKernels(_TorchKernels):
         return recurrence(q, k, v, decay, beta, start)
 
 
+def use_tuned() -> None:
+    """Block sizes measured on Hopper (benchmarks/tune.py) instead of Triton's search, which takes minutes at every start, tunes for
+    whichever length comes first, and may choose differently on each rank. A user's own FLA_CACHE_MODE is left alone."""
+    from fla.ops.utils import cache
+
+    if "FLA_CACHE_MODE" in os.environ or torch.cuda.get_device_capability() != (9, 0):
+        return
+    os.environ["FLA_CONFIG_DIR"] = str(Path(__file__).parent / "fla_configs/hopper")
+    cache.FLA_CACHE_MODE = cache.FlaCacheMode.FULL
+
+
 class FlaKernels:
-    """flash-linear-attention's Triton kernels."""
+    """flash-linear-attention's Triton kernels, and Liger's for the gated norm: fla's is compiled and searched anew for every 2,048
+    tokens of length."""
 
     name = "fla"
 
     def __init__(self) -> None:
+        use_tuned()
         from fla.modules.causal_conv1d import causal_conv1d
-        from fla.modules.norm.fused_norm_gate import rms_norm_gated
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        self._conv, self._rule, self._norm = causal_conv1d, chunk_gated_delta_rule, rms_norm_gated
+        self._conv, self._rule = causal_conv1d, chunk_gated_delta_rule
 
     def conv(self, x_BTC: Tensor, weight_CW: Tensor, tail_BWC: Tensor | None, cu: Tensor | None) -> Tensor:
         """See :class:`Kernels`."""
@@ -219,7 +233,11 @@ class FlaKernels:
 
     def gated_norm(self, x_MV: Tensor, gate_MV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
         """See :class:`Kernels`."""
-        return self._norm(x_MV, gate_MV, weight_V, None, activation="silu", eps=eps)  # type: ignore[no-any-return]
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+        normed_MV = LigerRMSNormFunction.apply(x_MV, weight_V, eps, 0.0, "llama", False)
+        return LigerSiLUMulFunction.apply(gate_MV, normed_MV)  # type: ignore[no-any-return]
 
 
 class GatedDeltaNet(modeling_qwen3_5.Qwen3_5GatedDeltaNet):

@@ -87,15 +87,17 @@ def choose(facts: Facts) -> Choice:
     if not facts.cuda:
         return Choice("torch", "torch", "torch", True, ("no accelerator: every part in torch",))
     why, trains = [], True
-    ready = facts.fla is not None and facts.triton is not None
-    if not ready:
-        why.append("flash-linear-attention is not installed: the delta rule in torch is more than ten times slower")
-    elif facts.hopper and not facts.tilelang and Version("3.4.0") <= Version(str(facts.triton)) < Version("3.7.1"):
-        trains = False
-        why.append(f"Triton {facts.triton} computes wrong gradients of the gated delta rule on Hopper: scoring only")
     liger = facts.liger is not None and facts.triton is not None
     if not liger:
         why.append("liger-kernel is not installed: norms and gates in torch")
+    ready = liger and facts.fla is not None
+    if not ready:
+        why.append(
+            "flash-linear-attention and liger-kernel are not both installed: the delta rule in torch is more than ten times slower"
+        )
+    elif facts.hopper and not facts.tilelang and Version("3.4.0") <= Version(str(facts.triton)) < Version("3.7.1"):
+        trains = False
+        why.append(f"Triton {facts.triton} computes wrong gradients of the gated delta rule on Hopper: scoring only")
     return Choice("fla" if ready else "torch", "liger" if liger else "torch", "liger" if liger else "torch", trains, tuple(why))
 
 
@@ -218,5 +220,5 @@ def require(config: Any, device: torch.device | str, dtype: torch.dtype, choice:
 
 
 def cumulative(lengths: Sequence[int], device: torch.device | str) -> Tensor:
-    """int32[n + 1] where packed sequences begin, and their sum: the ``cu_seq_lens_q`` of a forward."""
-    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    """int64[n + 1] where packed sequences begin, and their sum: the ``cu_seq_lens_q`` of a forward."""
+    return torch.tensor([0, *lengths], device=device).cumsum(0)

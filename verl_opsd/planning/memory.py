@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from verl_opsd.distill.chunk import ONE_PASS_ROWS, ROWS
 from verl_opsd.errors import OpsdError
-from verl_opsd.models.checkpointing import Plan, kept_bytes, plan
+from verl_opsd.models.checkpointing import Plan, plan
 from verl_opsd.planning.shape import BF16, Kind, ModelShape
 
 #: Part of a device's memory that the allocator can't use for one more tensor, and bytes of the CUDA context and libraries.
@@ -48,17 +48,19 @@ def forward_bytes(shape: ModelShape) -> float:
     return BF16 * max(mlp, linear, 3 * shape.hidden + 5 * shape.query)
 
 
-def work_bytes(shape: ModelShape, tokens: int, chosen: Plan) -> float:
-    """Of a student's step beside weights and what layers keep: the layer at work, and the head."""
-    layers = []
-    for kind, keep in zip(shape.kinds, chosen.keep, strict=True):
-        layers.append(backward_bytes(shape, kind) + (0 if keep else shape.kept_bytes(kind)))
-    return tokens * max(layers) + head_bytes(shape)
-
-
 def step_bytes(shape: ModelShape, tokens: int, chosen: Plan) -> float:
-    """Of a student's step on ``tokens`` tokens, beside weights and optimizer state."""
-    return kept_bytes(shape, chosen, tokens) + work_bytes(shape, tokens, chosen)
+    """Of a student's step on ``tokens`` tokens, beside weights and optimizer state.
+
+    Backward goes from the last layer to the first: at each one the layers before it still keep theirs, and this one has what it kept or
+    made again, and works.
+    """
+    before, peak = 0.0, head_bytes(shape)
+    for kind, keep in zip(shape.kinds, chosen.keep, strict=True):
+        stays = shape.kept_bytes(kind) if keep else (0 if chosen.offload else shape.boundary_bytes())
+        again = 0 if keep else shape.kept_bytes(kind)
+        peak = max(peak, tokens * (before + stays + again + backward_bytes(shape, kind)) + head_bytes(shape))
+        before += stays
+    return peak
 
 
 def student_bytes(shape: ModelShape, rank: int) -> float:
@@ -79,21 +81,19 @@ def score_bytes(shape: ModelShape, tokens: int, part: int) -> float:
 
 
 def choose_plan(shape: ModelShape, tokens: int, budget_bytes: float) -> Plan:
-    """The layers that keep their activations in a step that may take ``budget_bytes`` beside weights and optimizer state.
+    """The most layers that keep their activations in a step that may take ``budget_bytes`` beside weights and optimizer state.
 
     Raises:
         OpsdError: the step does not fit even with every layer's input on the host.
     """
-    none = Plan((False,) * len(shape.kinds))
     for offload in (False, True):
-        worst = work_bytes(shape, tokens, none)
-        if offload is False and kept_bytes(shape, none, tokens) + worst > budget_bytes:
-            continue
-        if worst > budget_bytes:
-            break
-        return plan(shape, tokens, budget_bytes - worst, offload)
+        for kept in range(len(shape.kinds), -1, -1):
+            chosen = plan(shape, tokens, kept, offload)
+            if step_bytes(shape, tokens, chosen) <= budget_bytes:
+                return chosen
+    least = step_bytes(shape, tokens, plan(shape, tokens, 0, offload=True))
     raise OpsdError(
         f"a step on {tokens} tokens in {budget_bytes / 1e9:.1f} GB",
-        f"one layer at work and the vocabulary head take {work_bytes(shape, tokens, none) / 1e9:.1f} GB",
+        f"with every layer's input on the host, one layer at work and the vocabulary head take {least / 1e9:.1f} GB",
         "shorten the context, or give the student more devices",
     )

@@ -12,6 +12,7 @@ Suffixes: N loss positions of a row, T tokens of a sequence, H hidden size, V vo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -114,7 +115,8 @@ class DeviceTeacher:
     def _head_error(self) -> float:
         ids_T = self.probe_ids()
         ours_TV = F.linear(self._hidden(ids_T, torch.arange(len(ids_T))), self.weight_VH).float()
-        theirs_TV = self._model(input_ids=ids_T[None].to(self.device), use_cache=False).logits[0].float()
+        with self._current():
+            theirs_TV = self._model(input_ids=ids_T[None].to(self.device), use_cache=False).logits[0].float()
         return float((ours_TV - theirs_TV).abs().max() / theirs_TV.abs().max())
 
     @property
@@ -145,6 +147,10 @@ class DeviceTeacher:
         )
         return out[0, len(ids_T) :].cpu()
 
+    def _current(self) -> AbstractContextManager[Any]:
+        """Makes its device the current one: a fused kernel is launched there, wherever its tensors are."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
     @torch.no_grad()
     def _hidden(self, ids_T: Tensor, index_N: Tensor, state: CarriedState | None = None, start: int = 0) -> Tensor:
         """[N, H] what the vocabulary head reads at ``index_N``, on the device.
@@ -155,13 +161,16 @@ class DeviceTeacher:
             state: what the tokens before left; it is moved on to the end of ``ids_T``.
         """
         self.tokens += len(ids_T)
-        asked, index_N = ids_T[None].to(self.device), index_N.to(self.device)
+        with self._current():
+            return self._run(ids_T[None].to(self.device), index_N.to(self.device), state, start)
+
+    def _run(self, asked: Tensor, index_N: Tensor, state: CarriedState | None, start: int) -> Tensor:
         if not self.carries:
             return self._model.base_model(input_ids=asked, use_cache=False).last_hidden_state[0][index_N]  # type: ignore[no-any-return]
-        if state is None and len(ids_T) > self.part:
+        if state is None and asked.shape[1] > self.part:
             state = CarriedState()
         out_NH = torch.empty(len(index_N), self._head.in_features, dtype=self.dtype, device=self.device)
-        for a in range(0, len(ids_T), self.part):
+        for a in range(0, asked.shape[1], self.part):
             part = asked[:, a : a + self.part]
             places = torch.arange(start + a, start + a + part.shape[1], device=self.device)[None]
             states_TH = self._model.base_model(

@@ -18,6 +18,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_opsd.distill.head import LossPositionHead, install_head
 from verl_opsd.errors import OpsdError
+from verl_opsd.models import attention, kernels
 from verl_opsd.models.forward import adapters_off
 from verl_opsd.teachers.base import Voice
 from verl_opsd.verl_adapter import ulysses
@@ -26,6 +27,7 @@ from verl_opsd.verl_adapter.loss import COPIES, OpsdLoss
 from verl_opsd.verl_adapter.step import Head, OutsideTeacher
 
 ulysses.register()
+attention.register()
 
 
 class WeightsEngine(FSDPEngineWithLMHead):
@@ -66,6 +68,15 @@ class WeightsEngine(FSDPEngineWithLMHead):
     def _build_module(self) -> nn.Module:
         module = super()._build_module()
         self.head: LossPositionHead = install_head(module)
+        choice = kernels.choose(kernels.Facts.of_this_process())
+        if kernels.is_hybrid(module):
+            if choice.delta == "fla":  # before any training, on a layer of the model's own shapes
+                kernels.require(module.config.get_text_config(), get_device_id(), torch.bfloat16, choice)
+            text_only = not hasattr(module.config, "vision_config")  # an image is not causal
+            if text_only and self.use_remove_padding and module.config._attn_implementation == "sdpa":
+                module.set_attn_implementation(attention.ATTENTION)  # transformers' would build a mask over all packed rows
+            print(f"kernels: {choice}; attention: {module.config._attn_implementation}", flush=True)
+        kernels.install(module, choice)
         return module
 
     def _build_lora_module(self, module: nn.Module) -> Any:
@@ -81,6 +92,7 @@ class WeightsEngine(FSDPEngineWithLMHead):
         for p in adapted.parameters():  # verl casts adapters to the base's dtype; small updates vanish in bf16
             if p.requires_grad:
                 p.data = p.data.float()
+        kernels.fuse_adapters(adapted)
         return adapted
 
     def prepare(self, loss: OpsdLoss) -> None:

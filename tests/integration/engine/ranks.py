@@ -17,6 +17,7 @@ from verl.workers.engine.base import EngineRegistry
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter.engine import OpsdEngine
+from verl_opsd.verl_adapter.engine_forwards import ScoringEngine
 from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged
 
@@ -71,6 +72,12 @@ def build(*args: Any, **kwargs: Any) -> OpsdEngine:
     engine = EngineRegistry.new("language_model", ec.strategy, mc, ec, oc, cc)
     engine.initialize()
     set_params(engine, "lora_B", 0.3)
+    return engine
+
+
+def without_bounds(engine: OpsdEngine) -> OpsdEngine:
+    """verl's own inputs: linear-attention layers are not told where packed rows begin."""
+    engine.prepare_model_inputs = super(ScoringEngine, engine).prepare_model_inputs  # type: ignore[method-assign]
     return engine
 
 

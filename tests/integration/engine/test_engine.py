@@ -420,9 +420,10 @@ def test_logits_changed_after_the_head_are_found(measured: Any) -> None:
     assert "head_equals_logits" in found["required"]
 
 
-def test_hybrid_is_right_one_row_a_forward(measured: Any) -> None:
+def test_hybrid_is_right_packed_and_one_row_a_forward(measured: Any) -> None:
     found = measured(1, "hybrid")
-    for name in ("packed", "dynamic"):
+    assert found["shares"]
+    for name in ("told", "packed", "dynamic"):
         assert found[name]["loss"] < 1e-5 and found[name]["grad"] < GRADIENT
     assert found["overruled"]["grad"] > 1e-2  # the fault that the check is there for
 

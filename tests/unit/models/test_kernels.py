@@ -154,7 +154,7 @@ HOPPER = {"cuda": True, "hopper": True, "triton": "3.7.1", "fla": "0.6.0", "lige
         ({"triton": "3.6.0", "hopper": False}, "fla", "liger", True),
         ({"triton": "3.6.0", "tilelang": True}, "fla", "liger", True),
         ({"fla": None}, "torch", "liger", True),
-        ({"liger": None}, "fla", "torch", True),
+        ({"liger": None}, "torch", "torch", True),
         ({"triton": None}, "torch", "torch", True),
         ({"cuda": False}, "torch", "torch", True),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from verl_opsd.errors import OpsdError
 from verl_opsd.models import checkpointing, kernels, lora
 from verl_opsd.models.checkpointing import Plan
+from verl_opsd.planning import memory
 from verl_opsd.planning.shape import ModelShape
 
 TINY: dict[str, Any] = {
@@ -77,22 +79,38 @@ def test_a_plan_of_another_model_is_refused(model: Any) -> None:
 SHAPE = ModelShape.of(Qwen3_5TextConfig())
 
 
-def test_layers_are_kept_until_the_budget_is_full() -> None:
-    tokens, inputs = 32768, 32768 * 32 * 8192
-    assert checkpointing.plan(SHAPE, tokens, inputs).keep == (False,) * 32
-    attention, linear = (tokens * (SHAPE.kept_bytes(k) - 8192) for k in ("full_attention", "linear_attention"))
+def test_which_layers_are_kept() -> None:
+    def kept(tokens: int, count: int) -> list[int]:
+        return [i for i, k in enumerate(checkpointing.plan(SHAPE, tokens, count).keep) if k]
+
+    assert kept(32768, 0) == [] and kept(32768, 32) == list(range(32))
     # At 32k an attention layer's second forward costs more for a byte, so these are kept first, from the last on.
-    assert [i for i, k in enumerate(checkpointing.plan(SHAPE, tokens, inputs + 2 * attention).keep) if k] == [27, 31]
-    one_more = checkpointing.plan(SHAPE, tokens, inputs + 8 * attention + linear)
-    assert [i for i, k in enumerate(one_more.keep) if k] == [3, 7, 11, 15, 19, 23, 27, 30, 31]
-    assert checkpointing.plan(SHAPE, tokens, 1e15).keep == (True,) * 32
-    assert checkpointing.kept_bytes(SHAPE, one_more, tokens) == inputs + 8 * attention + linear
-    # Inputs on the host count nothing: one byte short of an attention layer, a linear one is kept.
-    enough = tokens * SHAPE.kept_bytes("full_attention")
-    for budget, kept in ((enough, 31), (enough - 1, 30)):
-        assert [i for i, k in enumerate(checkpointing.plan(SHAPE, tokens, budget, offload=True).keep) if k] == [kept]
+    assert kept(32768, 2) == [27, 31] and kept(32768, 9) == [3, 7, 11, 15, 19, 23, 27, 30, 31]
+
+
+def test_a_step_is_the_worst_moment_of_its_backward() -> None:
+    """Two layers of one kind, by hand: k bytes kept, b the input, w at work, a token."""
+    shape = dataclasses.replace(SHAPE, kinds=("full_attention",) * 2)
+    tokens, head = 1000, memory.head_bytes(shape)
+    k, b, w = shape.kept_bytes("full_attention"), shape.boundary_bytes(), memory.backward_bytes(shape, "full_attention")
+    for keep, offload, want in (
+        ((True, True), False, 2 * k + w),
+        ((False, True), False, b + k + w),
+        ((True, False), False, k + b + k + w),
+        ((False, False), False, 2 * b + k + w),
+        ((False, False), True, k + w),
+    ):
+        assert memory.step_bytes(shape, tokens, Plan(keep, offload)) == pytest.approx(tokens * want + head)
+
+
+def test_as_many_layers_are_kept_as_fit() -> None:
+    none, one = (memory.step_bytes(SHAPE, 32768, checkpointing.plan(SHAPE, 32768, n)) for n in (0, 1))
+    assert memory.choose_plan(SHAPE, 32768, 1e15) == Plan((True,) * 32)
+    assert memory.choose_plan(SHAPE, 32768, one) == checkpointing.plan(SHAPE, 32768, 1)
+    assert sum(memory.choose_plan(SHAPE, 32768, none).keep) < sum(memory.choose_plan(SHAPE, 32768, 1.5 * none).keep)
+    assert memory.choose_plan(SHAPE, 32768, none - 1).offload
     with pytest.raises(OpsdError, match="on the host"):
-        checkpointing.plan(SHAPE, tokens, inputs - 1)
+        memory.choose_plan(SHAPE, 32768, memory.step_bytes(SHAPE, 32768, Plan((False,) * 32, offload=True)) - 1)
 
 
 def test_a_second_forward_leaves_out_the_product_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:

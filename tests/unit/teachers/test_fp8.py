@@ -1,0 +1,81 @@
+"""FP8: the rounding of one entry, a layer's product, a whole teacher, and the rule that refuses it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from verl_opsd.errors import OpsdError
+from verl_opsd.models.tiny import make_tiny, make_tiny_hybrid
+from verl_opsd.teachers import fp8
+from verl_opsd.teachers.base import Pass
+from verl_opsd.teachers.device import DeviceTeacher
+
+
+def test_entries_are_within_half_a_step_of_e4m3() -> None:
+    x = torch.randn(7, 300, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 7)[:, None]
+    value, scale = fp8.quantize(x)
+    assert value.dtype == torch.float8_e4m3fn and tuple(scale.shape) == (7, 1)
+    assert torch.equal(value.float().abs().amax(-1), torch.full((7,), 448.0))
+    back = value.float() * scale
+    # 3 mantissa bits: half a step is 1/16 of an entry; below 2^-6 of the format steps are 2^-9.
+    assert bool(((back - x).abs() <= x.abs() / 16 + scale * 2**-10).all())
+    zero, _ = fp8.quantize(torch.zeros(1, 4))
+    assert torch.equal(zero.float(), torch.zeros(1, 4))
+
+
+def test_product_has_a_scale_for_each_token_and_channel() -> None:
+    """Rows and channels of very different size come out with the same relative error."""
+    torch.manual_seed(0)
+    linear = nn.Linear(512, 64, bias=False)
+    linear.weight.data *= torch.logspace(-3, 3, 64)[:, None]
+    x = torch.randn(2, 5, 512) * torch.logspace(-4, 4, 5)[:, None]
+    want = linear(x)
+    got = fp8.Fp8Linear(linear)(x)
+    relative = (got - want).square().mean((0, 2)).sqrt() / want.square().mean((0, 2)).sqrt()
+    assert got.shape == want.shape and bool((relative < 0.06).all())
+
+
+def test_a_converted_teacher_is_near_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "SMALLEST", 32)
+    path = make_tiny_hybrid(tmp_path / "teacher", seed=3)
+    exact = DeviceTeacher(str(path), torch.float32, "cpu", "t")
+    rounded = DeviceTeacher(str(path), torch.float32, "cpu", "t")
+    # Three of the MLP in each layer; qkv, z and out in three of them, q, k, v and o in the fourth.
+    assert fp8.convert(rounded._model) == 4 * 3 + 3 * 3 + 4
+    ids = torch.arange(40) % 50
+    passes = [Pass(0, torch.arange(40), ids, torch.arange(40))]
+    a, b = (t.score(passes).hidden_NH for t in (exact, rounded))
+    assert a is not None and b is not None
+    assert max(fp8.error(a, a, exact.weight_VH, chunk=16).values()) == 0.0
+    assert 0 < float((a - b).norm() / a.norm()) < 0.6
+    measured = fp8.error(a, b, exact.weight_VH, chunk=16)
+    assert 0 < measured["median"] <= measured["p90"] <= measured["p99"] <= measured["max"]
+
+
+def test_error_is_the_divergence_by_hand() -> None:
+    weight = torch.tensor([[1.0], [0.0]])
+    exact, rounded = torch.zeros(4, 1), torch.full((4, 1), math.log(3.0))  # (1/2, 1/2) against (3/4, 1/4)
+    want = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    for value in fp8.error(exact, rounded, weight).values():
+        assert value == pytest.approx(want, rel=1e-5)
+
+
+def test_only_a_frozen_hybrid_is_converted(tmp_path: Path) -> None:
+    plain = DeviceTeacher(str(make_tiny(tmp_path / "plain")), torch.float32, "cpu", "t")
+    with pytest.raises(OpsdError, match="keep bf16"):
+        fp8.convert(plain._model)
+
+
+def test_a_signal_near_the_error_is_refused() -> None:
+    measured = {"mean": 1e-3, "median": 1e-4, "p90": 2e-3, "p99": 1e-2, "max": 0.1}
+    fp8.require(measured, {k: 10.0 * v for k, v in measured.items()})
+    weak = {k: 20.0 * v for k, v in measured.items()} | {"median": 9.0e-4}
+    with pytest.raises(OpsdError, match=r"median: 0.0009 against 0.0001\n.*10 times above"):
+        fp8.require(measured, weak)
+    with pytest.raises(OpsdError, match="mean"):
+        fp8.require(measured, weak | {"mean": math.nan})

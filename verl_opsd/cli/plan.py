@@ -1,0 +1,133 @@
+"""``opsd plan``: memory and time of a student and a teacher over devices, before one is touched."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from verl_opsd.errors import OpsdError
+from verl_opsd.planning import planner
+from verl_opsd.planning.shape import ModelShape
+
+#: Sizes that need no file.
+KNOWN = {
+    "qwen3.5-9b": {"max_position_embeddings": 262144},
+    "qwen3.5-27b": {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 48,
+    },
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``plan``."""
+    text = "memory by part, step time, largest context and share of states for each layout of a pair over devices"
+    command = subparsers.add_parser("plan", help="which layout of devices fits a pair", description=text)
+    names = f"{', '.join(KNOWN)}, or a folder or hub name in Hugging Face layout"
+    command.add_argument("--student", default="qwen3.5-9b", help=names)
+    command.add_argument("--teacher", default="qwen3.5-27b", help="the same")
+    command.add_argument("--gpus", type=int, required=True, help="devices in all")
+    command.add_argument("--context", type=int, required=True, help="tokens of the longest trajectory")
+    command.add_argument("--device", default="H200", choices=sorted(planner.DEVICES))
+    command.add_argument("--brief", type=int, default=4096, help="tokens that the teacher's view adds")
+    command.add_argument("--lora-rank", type=int, default=32)
+    command.add_argument("--lengths", type=Path, help="file with the tokens of each state of a corpus, one a line")
+    command.set_defaults(func=plan)
+
+
+def shape_of(name: str) -> ModelShape:
+    """The shape of a known size or of a model's configuration; no weights are read."""
+    if name.lower() in KNOWN:
+        from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+
+        return ModelShape.of(Qwen3_5TextConfig(**KNOWN[name.lower()]))
+    from transformers import AutoConfig
+
+    return ModelShape.of(AutoConfig.from_pretrained(name))
+
+
+def plan(args: argparse.Namespace, console: Console | None = None) -> int:
+    """Prints the table. Exit code 1 where no layout holds the context.
+
+    Raises:
+        OpsdError: lengths that are no numbers.
+    """
+    student, teacher, device = shape_of(args.student), shape_of(args.teacher), planner.DEVICES[args.device]
+    lengths = None if args.lengths is None else read_lengths(args.lengths)
+    out = console or Console()
+    table = Table(
+        "layout", "largest context", "states", f"at {args.context}: student GB", "teacher GB", "layers kept", "tokens/s"
+    )
+    fitting, why = [], []
+    for layout in planner.layouts(args.gpus):
+
+        def at(context: int, layout: planner.Layout = layout) -> planner.Estimate:
+            return planner.estimate(student, teacher, layout, device, context, args.lora_rank, args.brief, planner.PART)
+
+        def fits(context: int, at: object = at) -> bool:
+            try:
+                at(context)  # type: ignore[operator]
+            except OpsdError:
+                return False
+            return True
+
+        longest = planner.largest(fits)
+        states = f"{planner.share_of_states(longest, lengths):.0%}"
+        try:
+            found = at(args.context)
+        except OpsdError as error:
+            why.append(f"{layout}: {error}")
+            table.add_row(str(layout), f"{longest}", states, "does not fit", "", "", "")
+            continue
+        fitting.append(found)
+        kept = f"{sum(found.plan.keep)} of {len(found.plan.keep)}{', inputs on the host' * found.plan.offload}"
+        table.add_row(
+            str(layout),
+            f"{longest}",
+            states,
+            total(found.student_bytes),
+            total(found.teacher_bytes),
+            kept,
+            f"{found.tokens_a_second:.0f}",
+        )
+    out.print(table)
+    if not fitting:
+        out.print("\n".join(why), soft_wrap=True)
+        return 1
+    chosen = planner.best(fitting)
+    for side, bytes_ in (("student", chosen.student_bytes), ("teacher", chosen.teacher_bytes)):
+        if bytes_:
+            out.print(f"{side}: " + ", ".join(f"{k} {v / 1e9:.1f} GB" for k, v in bytes_.items() if v), soft_wrap=True)
+    out.print(
+        f"take: {chosen.layout}; a trajectory of {args.context} tokens: teacher {chosen.teacher_seconds:.1f} s, "
+        f"student {chosen.student_seconds:.1f} s",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def total(bytes_: dict[str, float]) -> str:
+    """In GB; nothing where the other side's holds it."""
+    return f"{sum(bytes_.values()) / 1e9:.1f}" if bytes_ else ""
+
+
+def read_lengths(path: Path) -> list[int]:
+    """Tokens of each state, one a line.
+
+    Raises:
+        OpsdError: no file, no number, or none at all.
+    """
+    try:
+        found = [int(line) for line in path.read_text().split()]
+    except (OSError, ValueError) as error:
+        raise OpsdError(f"{path}: {error}", "a file of whole numbers, one a line", "write the tokens of each state") from error
+    if not found:
+        raise OpsdError(f"{path} is empty", "a corpus has at least one state", "write the tokens of each state")
+    return found

@@ -1,0 +1,181 @@
+"""Layouts of a student and a teacher over devices: what fits, how long a step takes, and which one to take.
+
+A layout gives the teacher devices of its own, each with the whole model, or none: then both share the student's only device. The student is
+sharded over its devices (FSDP2), each of which works on trajectories of its own. Units: tokens, bytes, seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from verl_opsd.errors import OpsdError
+from verl_opsd.models.checkpointing import Plan
+from verl_opsd.planning import memory
+from verl_opsd.planning.shape import BF16, Kind, ModelShape
+
+#: Tokens of one part of the teacher's pass (``teachers.device.PART``, which loads more than a plan needs).
+PART = 16384
+#: Contexts are multiples of this.
+STEP = 1024
+#: Longest context that is tried.
+LONGEST = 262144
+#: Share of a corpus' states up to a context, where no corpus is named: the measured prefixes of CooperBench agents of a 9B (seeds).
+STATES = ((0, 0.0), (8192, 0.13), (16384, 0.48), (24576, 0.82), (65536, 1.0))
+
+
+@dataclass(frozen=True)
+class Device:
+    """What times and sizes depend on.
+
+    Attributes:
+        bytes_: of memory.
+        matmul: FLOP a second of bf16 products of layers.
+        attention: the same of causal attention, forward; backward runs at 0.7 of it.
+        delta: seconds of the delta rule, convolution, gates and norms, forward, of one token and value head of a linear layer.
+    """
+
+    name: str
+    bytes_: float
+    matmul: float = 7.4e14
+    attention: float = 4.0e14
+    delta: float = 1.2e-8
+
+
+DEVICES = {d.name: d for d in (Device("H200", 150e9), Device("H100", 85e9))}
+#: Seconds of the backward of these parts over the forward's.
+DELTA_BACKWARD, ATTENTION_BACKWARD = 2.5, 2.5 / 0.7
+
+
+def forward_seconds(shape: ModelShape, device: Device, tokens: int, kinds: Sequence[Kind]) -> float:
+    """Of the layers ``kinds`` over one sequence."""
+    linear, full = kinds.count("linear_attention"), kinds.count("full_attention")
+    parameters = sum(shape.layer_parameters(k) for k in kinds)
+    products = 2.0 * parameters / device.matmul
+    attention = full * shape.attention_flop(tokens) / device.attention
+    return tokens * (products + attention + linear * shape.linear_value_heads * device.delta)
+
+
+def step_seconds(shape: ModelShape, device: Device, tokens: int, chosen: Plan) -> float:
+    """Of a student's step on one sequence: forward, backward to activations, and the second forward of checkpointed layers."""
+    full, linear = shape.kinds.count("full_attention"), shape.kinds.count("linear_attention")
+    again = [k for k, keep in zip(shape.kinds, chosen.keep, strict=True) if not keep]
+    # A second forward leaves out each layer's last product.
+    skipped = len(again) * 2.0 * shape.hidden * shape.intermediate / device.matmul
+    backward = 2.0 * shape.body / device.matmul
+    backward += full * ATTENTION_BACKWARD * shape.attention_flop(tokens) / device.attention
+    backward += linear * DELTA_BACKWARD * shape.linear_value_heads * device.delta
+    return (
+        forward_seconds(shape, device, tokens, shape.kinds)
+        + forward_seconds(shape, device, tokens, again)
+        + tokens * (backward - skipped)
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``teacher`` devices beside ``student`` ones; 0: the teacher shares the student's only device."""
+
+    student: int
+    teacher: int
+
+    def __str__(self) -> str:
+        if self.teacher == 0:
+            return "both on one device"
+        return f"student over {self.student}, teacher on {self.teacher}"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One layout at one context. Bytes are of the fullest device of each side, by part; seconds of one trajectory a student device."""
+
+    layout: Layout
+    context: int
+    plan: Plan
+    student_bytes: dict[str, float]
+    teacher_bytes: dict[str, float]
+    student_seconds: float
+    teacher_seconds: float
+
+    @property
+    def tokens_a_second(self) -> float:
+        """Of the whole layout: trajectories that are both scored and trained on."""
+        rounds = self.layout.student * self.context
+        if self.layout.teacher == 0:
+            return rounds / (self.student_seconds + self.teacher_seconds)
+        return rounds / max(self.student_seconds, self.teacher_seconds * self.layout.student / self.layout.teacher)
+
+
+def layouts(gpus: int) -> list[Layout]:
+    """Every split of ``gpus`` devices.
+
+    Raises:
+        OpsdError: no device.
+    """
+    if gpus < 1:
+        raise OpsdError(f"{gpus} devices", "a pair needs at least one", "name the number of devices")
+    return [Layout(1, 0)] if gpus == 1 else [Layout(gpus - t, t) for t in range(1, gpus // 2 + 1)]
+
+
+def estimate(
+    student: ModelShape, teacher: ModelShape, layout: Layout, device: Device, context: int, rank: int, brief: int, part: int
+) -> Estimate:
+    """What a layout takes at a context.
+
+    Raises:
+        OpsdError: it does not fit; the message names the side.
+    """
+    room = memory.usable(device.bytes_)
+    weights = memory.student_bytes(student, rank) / layout.student
+    gathered = 0.0
+    if layout.student > 1:  # FSDP2 gathers two layers at a time, and the two vocabulary weights
+        gathered = BF16 * (2 * max(student.layer_parameters(k) for k in student.kinds) + 2 * student.vocab * student.hidden)
+    head = BF16 * student.vocab * teacher.hidden if layout.teacher else 0.0
+    scoring = memory.score_bytes(teacher, context + brief, part)
+    shared = memory.teacher_bytes(teacher) if layout.teacher == 0 else 0.0
+    held = weights + gathered + head + shared
+    if (shared and held + scoring > room) or (not shared and memory.teacher_bytes(teacher) + scoring > room):
+        raise OpsdError(
+            f"teacher of {memory.teacher_bytes(teacher) / 1e9:.0f} GB scoring {context} tokens on {device.name}",
+            f"weights, a part at work and carried keys take {(memory.teacher_bytes(teacher) + scoring) / 1e9:.0f} GB",
+            "shorten the context, or take a smaller teacher or an FP8 one",
+        )
+    chosen = memory.choose_plan(student, context, room - held)
+    return Estimate(
+        layout,
+        context,
+        chosen,
+        {
+            "weights": weights + gathered + shared,
+            "teacher's vocabulary": head,
+            "activations": memory.step_bytes(student, context, chosen),
+        },
+        {} if shared else {"weights": memory.teacher_bytes(teacher), "at work": scoring},
+        step_seconds(student, device, context, chosen),
+        forward_seconds(teacher, device, context + brief, teacher.kinds),
+    )
+
+
+def largest(fits: Callable[[int], bool]) -> int:
+    """The largest multiple of :data:`STEP` up to :data:`LONGEST` that fits; 0 where none does. What fits is monotone."""
+    low, high = 0, LONGEST // STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * STEP) else (low, middle - 1)
+    return low * STEP
+
+
+def share_of_states(context: int, lengths: Sequence[int] | None) -> float:
+    """Share of a corpus' states that a context holds: of ``lengths`` (tokens of each state), or of :data:`STATES`."""
+    if lengths is not None:
+        return sum(n <= context for n in lengths) / len(lengths)
+    if context >= STATES[-1][0]:
+        return 1.0
+    (a, low), (b, high) = next((x, y) for x, y in itertools.pairwise(STATES) if context < y[0])
+    return low + (high - low) * (context - a) / (b - a)
+
+
+def best(found: Sequence[Estimate]) -> Estimate:
+    """The layout of the most tokens a second."""
+    return max(found, key=lambda e: e.tokens_a_second)

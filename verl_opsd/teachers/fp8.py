@@ -1,0 +1,128 @@
+"""An FP8 teacher: matrix products in e4m3 with one scale a token and one an output channel; and when it may be trusted.
+
+Halves the weights and nearly doubles the rate of the products. Its error is a divergence of its own, in the same nats as the signal, so
+it is measured on the same positions and refused where the signal does not stand far above it.
+
+Suffixes: M tokens, I in features, O out features, N positions, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from verl_opsd.distill.divergence import reverse_kl
+from verl_opsd.errors import OpsdError
+from verl_opsd.models.kernels import is_hybrid
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max
+#: Products with a smaller side gain nothing.
+SMALLEST = 256
+#: How far the conditioning signal stands above the error of the precision, at every statistic of :data:`STATISTICS`.
+FACTOR = 10.0
+#: Statistics of per-position divergences that are compared; the names are the telemetry's.
+STATISTICS = ("mean", "median", "p90", "p99")
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(e4m3 values, float32 scale [M, 1]) of rows; value * scale is the row to within one part in 16 of each entry."""
+    scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / LARGEST
+    return (x.float() / scale).to(E4M3), scale
+
+
+class Fp8Linear(nn.Module):
+    """A frozen linear layer without bias whose weight is kept in e4m3."""
+
+    weight_OI: Tensor
+    scale_1O: Tensor
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        weight, scale = quantize(linear.weight.detach())
+        self.register_buffer("weight_OI", weight)
+        self.register_buffer("scale_1O", scale.T.contiguous())
+        self._quantize: Any = torch.compile(quantize, dynamic=True) if weight.is_cuda else quantize
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O] in the dtype of ``x``."""
+        x_MI, scale_M1 = self._quantize(x.reshape(-1, x.shape[-1]))
+        if not x.is_cuda:  # the product of the rounded values, where there is no FP8 unit
+            out = (x_MI.float() * scale_M1) @ (self.weight_OI.float() * self.scale_1O.T).T
+            return out.to(x.dtype).reshape(*x.shape[:-1], -1)
+        out = torch._scaled_mm(
+            x_MI, self.weight_OI.T, scale_a=scale_M1, scale_b=self.scale_1O, out_dtype=x.dtype, use_fast_accum=True
+        )
+        return out.reshape(*x.shape[:-1], -1)
+
+
+def convert(model: nn.Module) -> int:
+    """Puts the large products of a frozen Qwen3.5 model's layers into FP8, in place; embeddings, head, gates and norms stay.
+
+    Returns:
+        How many.
+
+    Raises:
+        OpsdError: another kind of model, or one with adapters or gradients.
+    """
+    if not is_hybrid(model) or any(p.requires_grad for p in model.parameters()):
+        raise OpsdError(
+            f"FP8 for {type(model).__name__}",
+            "products of a frozen Qwen3.5 model run in FP8",
+            "freeze the model, or keep bf16",
+        )
+    found = [
+        (m, name, child)
+        for m in model.modules()
+        for name, child in m.named_children()
+        if type(child) is nn.Linear and child is not model.get_output_embeddings() and min(child.weight.shape) >= SMALLEST  # type: ignore[operator]
+    ]
+    for parent, name, child in found:
+        setattr(parent, name, Fp8Linear(child))
+        child.weight = None  # type: ignore[assignment]
+    return len(found)
+
+
+def error(exact_NH: Tensor, rounded_NH: Tensor, weight_VH: Tensor, chunk: int = 256) -> dict[str, float]:
+    """Reverse KL of the rounded model's distributions from the exact one's, nats: :data:`STATISTICS` and ``max`` over positions."""
+    values = []
+    for a, b in zip(exact_NH.split(chunk), rounded_NH.split(chunk), strict=True):
+        logq, logp = (F.linear(x.to(weight_VH), weight_VH).float().log_softmax(-1) for x in (a, b))
+        values.append(reverse_kl(logp, logq).cpu())
+    return statistics(torch.cat(values))
+
+
+def statistics(divergence_N: Tensor) -> dict[str, float]:
+    """:data:`STATISTICS` and ``max`` of divergences."""
+    value = divergence_N.double()
+    at = torch.quantile(value, torch.tensor([0.5, 0.9, 0.99], dtype=value.dtype))
+    return {
+        "mean": float(value.mean()),
+        "median": float(at[0]),
+        "p90": float(at[1]),
+        "p99": float(at[2]),
+        "max": float(value.max()),
+    }
+
+
+def require(measured: Mapping[str, float], signal: Mapping[str, float]) -> None:
+    """Whether an FP8 teacher may be used for a signal.
+
+    Args:
+        measured: :func:`error` on the states of the run.
+        signal: the same statistics of the conditioning signal, KL between the briefed and the unbriefed teacher.
+
+    Raises:
+        OpsdError: the signal does not stand :data:`FACTOR` times above the error.
+    """
+    short = [f"{k}: {signal[k]:.2g} against {measured[k]:.2g}" for k in STATISTICS if not signal[k] >= FACTOR * measured[k]]
+    if short:
+        raise OpsdError(
+            f"FP8 teacher, conditioning signal against error in nats: {'; '.join(short)}",
+            f"the signal stands {FACTOR:g} times above the error of the precision",
+            "keep the teacher in bf16",
+        )
