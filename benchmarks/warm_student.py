@@ -187,7 +187,10 @@ def build_corpus(runs: list[Path], out: Path) -> None:
 
 def export(checkpoint: Path, out: Path) -> None:
     """`opsd export`."""
-    subprocess.run([sys.executable, "-m", "verl_opsd.cli.main", "export", str(checkpoint), "--out", str(out)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "verl_opsd.cli.main", "export", str(checkpoint), "--out", str(out), "--dtype", "float32"],
+        check=True,
+    )
 
 
 def table(before: dict[str, Any], after: dict[str, Any]) -> str:
