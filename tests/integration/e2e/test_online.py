@@ -67,7 +67,7 @@ def test_standings_agree_with_the_store(online, split):
     assert sum(said["merges"].values()) == len(scored)
     assert said["agents"]["turns"] == len(turns)
     assert said["agents"]["messages_sent"] == sum(a["sent_messages"] for a in agents)
-    assert said["agents"]["non_empty_patches"]["passed"] == sum(a["patch"].strip() != "" for a in agents)
+    assert said["agents"]["non_empty_patches"]["passed"] == sum(bool(a["patch"].strip()) for a in agents)
     # Wilson's interval of k of n at z = 1.96, from its formula
     for rate in (said["features"], said["pairs"]):
         n, p, z = rate["total"], rate["passed"] / rate["total"], 1.959964

@@ -216,6 +216,44 @@ def test_a_conversation_says_who_said_what_and_what_each_token_cost():
     assert plain["t"] == "I write the parser." and "k" not in plain
 
 
+def test_replies_that_the_harness_could_not_read_stand_where_they_were_written():
+    """They are in no message, only the complaint is; one at the end has not even that."""
+    e, _ = episode("turn 0")
+    tokenizer = chat_tokenizer()
+
+    def turn(i: int, kind: str) -> TurnRecord:
+        ids = np.array(tokenizer.encode(f"turn {i}", add_special_tokens=False), np.int32)
+        return dataclasses.replace(e.turns[0], turn=i, kind=kind, response_ids=ids, t_end=10.0 + i)
+
+    complaint = {"role": "user", "content": "Tool call error", "extra": {"interrupt_type": "FormatError"}}
+    messages = [
+        {"role": "system", "content": "s"},
+        complaint,
+        {"role": "assistant", "content": "turn 2", "extra": {"turn": 2}},
+        {"role": "tool", "content": "ok"},
+        complaint,
+    ]
+    kinds = ("malformed", "policy", "policy", "malformed", "malformed")
+    e = dataclasses.replace(e, turns=tuple(turn(i, k) for i, k in enumerate(kinds)), messages={"agent1": messages})
+    d = np.arange(sum(len(t.response_ids) for t in e.turns), dtype=np.float32)
+    items = conversation(e, {("e", "agent1", 0): d}, Decoder(tokenizer), Secrets(frozenset(), frozenset()), False)["agents"][0][
+        "items"
+    ]
+    assert [i["t"] for i in items] == [
+        "s",
+        "turn 0",
+        "Tool call error",
+        "turn 1",
+        "turn 2",
+        "ok",
+        "turn 3",
+        "Tool call error",
+        "turn 4",
+    ]
+    assert [i.get("kind") for i in items if "n" in i] == ["malformed", None, None, "malformed", "malformed"]
+    assert [q for i in items if "n" in i for q in i["k"]] == quantise(d)
+
+
 @pytest.mark.parametrize(
     ("kinds", "reveal", "tests_shown", "gold_shown"),
     [

@@ -12,7 +12,7 @@ import base64
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,11 +89,9 @@ def conversation(
     for outcome in episode.agents:
         turns = {t.turn: t for t in episode.turns if t.agent_id == outcome.agent_id}
         by_turn = _by_turn(turns.values(), divergences)
-        items = [
-            _item(m, turns, by_turn, decoder, secret, episode.t_start)
-            for m in episode.messages.get(outcome.agent_id, ())
-            if m.get("role") != "exit"
-        ]
+        items = []
+        for message, turn in _in_order(episode.messages.get(outcome.agent_id, ()), turns):
+            items.append(_item(message, turn, by_turn, decoder, secret, episode.t_start))
         patch = redacted(outcome.patch, spans(outcome.patch, secret))
         agents.append(
             {"name": outcome.agent_id, "feature": outcome.feature_id, "status": outcome.status, "items": items, "patch": patch}
@@ -153,9 +151,35 @@ def _by_turn(turns: Iterable[TurnRecord], divergences: Mapping[RowKey, NDArray[n
     return out
 
 
+def _in_order(
+    messages: Sequence[Mapping[str, Any]], turns: Mapping[int, TurnRecord]
+) -> Iterator[tuple[Mapping[str, Any], TurnRecord | None]]:
+    """Each message with the turn that wrote it. A reply that the harness could not read is in no message, only its complaint is: such a
+    turn comes before the complaint, or before the next turn that has a message, or at the end."""
+    named = {m["extra"]["turn"] for m in messages if m.get("role") == "assistant" and "turn" in (m.get("extra") or {})}
+    unread = sorted(turns.keys() - named)
+
+    def reply() -> tuple[Mapping[str, Any], TurnRecord]:
+        turn = turns[unread.pop(0)]
+        return {"role": "assistant", "content": "", "extra": {"timestamp": turn.t_end}}, turn
+
+    for message in messages:
+        extra = message.get("extra") or {}
+        if message.get("role") == "exit":
+            continue
+        turn = turns.get(extra.get("turn", -1)) if message.get("role") == "assistant" else None
+        while turn is not None and unread and unread[0] < turn.turn:
+            yield reply()
+        if unread and extra.get("interrupt_type") == "FormatError":
+            yield reply()
+        yield message, turn
+    while unread:
+        yield reply()
+
+
 def _item(
     message: Mapping[str, Any],
-    turns: Mapping[int, TurnRecord],
+    turn: TurnRecord | None,
     by_turn: Mapping[int, NDArray[np.float32]],
     decoder: Decoder | None,
     secret: frozenset[str],
@@ -168,7 +192,10 @@ def _item(
     item: dict[str, Any] = {"r": role, "t": text}
     if "timestamp" in extra and started:
         item["s"] = round(extra["timestamp"] - started, 1)
-    turn = turns.get(extra.get("turn", -1)) if role == "assistant" else None
+    if turn is not None:
+        item["n"] = turn.turn
+        if turn.kind != "policy":
+            item["kind"] = turn.kind
     if turn is None or decoder is None:
         return item | {"t": redacted(text, spans(text, secret))}
     pieces = decoder.pieces(turn.response_ids)
@@ -177,7 +204,7 @@ def _item(
     if hidden := spans(whole, secret):
         pieces, codes = _without(pieces, codes, hidden)
         whole = "".join(pieces)
-    item |= {"t": whole, "n": turn.turn}
+    item["t"] = whole
     if codes is not None:
         item |= {"c": [len(p) for p in pieces], "k": codes}
     return item

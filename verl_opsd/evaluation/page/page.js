@@ -74,6 +74,7 @@
     const text = typeof item.t === "number" ? common[item.t] : item.t;
     const about = [NAMES[item.r] || item.r];
     if (item.n !== undefined) about.push(`turn ${item.n}`);
+    if (item.kind) about.push(item.kind === "malformed" ? "no valid tool call" : item.kind);
     if (item.s !== undefined) about.push(`${item.s} s`);
     if (item.k) {
       const values = item.k.map(value), sum = values.reduce((a, b) => a + b, 0);

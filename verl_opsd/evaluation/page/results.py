@@ -26,6 +26,7 @@ from verl_opsd.evaluation.shapes import CAUSES, MERGES, BehaviourTable, Comparis
 #: Groups of the behaviour table that have a table of their own above the fold.
 _SHOWN = ("actions", "communication")
 _WORDS = {
+    "both_empty": "both empty",
     "clean_both": "clean, both",
     "clean_one_empty": "clean, one empty",
     "missing_input": "missing input",
@@ -73,7 +74,7 @@ def standings(models: Sequence[Model], found: Sequence[Standing], numbering: Num
                 *(cell(_count(x)) for x in per_pair),
                 cell("-" if s.parameters is None else f"{s.parameters / 1e9:.3g} B"),
                 cell(
-                    s.serving.get("manifest") or s.serving.get("serving") or "-",
+                    (s.serving.get("manifest") or s.serving.get("serving") or "-").split()[0],
                     tip=", ".join(f"{k} {v}" for k, v in s.serving.items()),
                 ),
                 kind=kind,
@@ -214,13 +215,23 @@ def behaviour(models: Sequence[Model], table: BehaviourTable, numbering: Numberi
                 legend=plots.legend(labels),
             )
         )
+    else:
+        out.append(text("No command was executed."))
     for group in dict.fromkeys([*_SHOWN, *(m.group for m in table.metrics)]):
         members = [m for m in table.metrics if m.group == group]
+        if all(v.value is None for m in members for v in m.values.values()):
+            continue
         reference = any(m.reference is not None for m in members)
         drift = any(m.drift for m in members)
         rows_ = []
         for m in members:
-            cells = [cell(m.title, tip=m.definition, notes=["constant over models"] if m.constant and len(names) > 1 else [])]
+            cells = [
+                cell(
+                    m.title,
+                    tip=m.definition,
+                    notes=["constant over models"] if m.constant and m.values[names[0]].value is not None else [],
+                )
+            ]
             cells += [
                 value_cell(m.values[n], m.unit, f"{by_key[n].label}: {m.title}", by_key[n].run.name, linker) for n in names
             ]
