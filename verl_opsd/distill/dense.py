@@ -16,13 +16,14 @@ Shape suffixes: C loss positions of one chunk, V vocabulary.
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-#: Log-ratios (nats) below which the series is used.
-NEAR = 1 / 16
+#: Log-ratios (nats) below which the series is used; above it the sum loses less than 2e-6 of its value in float32.
+NEAR = 1 / 4
 
 
 class Norms(NamedTuple):
@@ -47,11 +48,11 @@ def kl_terms(p: Tensor, q: Tensor, d: Tensor) -> Tensor:
 def excess_near_zero(d: Tensor) -> Tensor:
     """``exp(-d) - 1 + d`` for abs(d) < NEAR, by its series; d is held inside so that no branch not taken overflows."""
     d = d.clamp(-NEAR, NEAR)
-    # Relative error below 5e-8 (to d^5) and 1e-15 (to d^9).
-    factorials = (120, 24, 6, 2) if d.dtype != torch.float64 else (362880, 40320, 5040, 720, 120, 24, 6, 2)
-    series = torch.full_like(d, 1 / factorials[0])
-    for factorial in factorials[1:]:
-        series = 1 / factorial - series * d
+    # Relative error below 2e-8 (to d^7) and 1e-16 (to d^12).
+    top = 12 if d.dtype == torch.float64 else 7
+    series = torch.full_like(d, 1 / math.factorial(top))
+    for n in range(top - 1, 1, -1):
+        series = 1 / math.factorial(n) - series * d
     return series * d * d
 
 

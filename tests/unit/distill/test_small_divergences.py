@@ -36,7 +36,8 @@ def test_value_and_gradient_keep_their_digits(seed: int, vocab: int, scale: floa
     assert (kl >= 0).all()
     # The normalisers are rounded at about 10 nats: half the square of 1e-6 is the floor of a divergence.
     assert ((kl - want).abs() <= 1e-5 * want + 5e-11).all()
-    assert (grad - want_grad).norm() <= 1e-5 * want_grad.norm()
+    # Where one token has nearly all of the mass, d - mean d cancels.
+    assert (grad - want_grad).norm() <= (1e-5 if scale <= 1 else 1e-4) * want_grad.norm()
 
 
 @pytest.mark.parametrize("apart", [1e-4, 1e-3])
