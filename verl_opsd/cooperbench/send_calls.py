@@ -8,6 +8,10 @@ NAME = re.compile(r"\bsend_message\b")
 _HEAD = re.compile(r"send_message[ \t]+(?P<before>--wait[ \t]+)?(?P<to>\w+)(?P<after>[ \t]+--wait)?[ \t]+")
 _HEREDOC = re.compile(r"<<(?P<quote>'?)(?P<tag>\w+)(?P=quote)[ \t]*\n")
 _QUOTED = re.compile(r'"(?P<double>(?:[^"\\]|\\.)*)"|\'(?P<single>[^\']*)\'', re.DOTALL)
+#: What may hide a quote, in order: an escape, a string, a comment, a here-document; a quote that none of these ends is open.
+_SHELL = re.compile(
+    r"\\.|'[^']*'|\"(?:[^\"\\]|\\.)*\"|(?<!\S)#[^\n]*|<<-?[ \t]*(['\"]?)(?P<tag>\w+)\1[^\n]*\n|(?P<open>['\"])", re.DOTALL
+)
 _END_OF_CALL = re.compile(r"[ \t]*(?:\Z|[\n;&|)]|[12&]?>)|[ \t]+#")
 
 
@@ -17,13 +21,29 @@ def read_calls(command: str) -> tuple[int, list[tuple[str, str, bool]] | None]:
     occurrences, position, readable = 0, 0, True
     while name := NAME.search(command, position):
         occurrences += 1
-        call = _read_call(command, name.start())
+        call = None if _quotes_are_open(command[position : name.start()]) else _read_call(command, name.start())
         if call is None:
             readable, position = False, name.end()
         else:
             calls.append(call[0])
             position = call[1]
     return occurrences, calls if readable else None
+
+
+def _quotes_are_open(text: str) -> bool:
+    """Whether what follows ``text`` is still inside a string or a here-document that began in it."""
+    position = 0
+    while part := _SHELL.search(text, position):
+        if part["open"]:
+            return True
+        if part["tag"]:
+            end = re.compile(rf"^\t*{part['tag']}$", re.MULTILINE).search(text, part.end())
+            if end is None:
+                return True
+            position = end.end()
+        else:
+            position = part.end()
+    return False
 
 
 def _read_call(command: str, start: int) -> tuple[tuple[str, str, bool], int] | None:

@@ -236,8 +236,11 @@ def test_memory_of_all_processes_together(make):
     if sandbox.limit_source["memory"] != "cgroup":
         pytest.skip("no memory control group here: the limit is for each process")
     one = "import time; x = bytearray(100 << 20); time.sleep(2)"
+    assert bash(sandbox, f"python3 -c '{one}'; echo $?").text.split()[-1] == "0"  # one alone fits
     result = bash(sandbox, f"python3 -c '{one}' & a=$!; python3 -c '{one}' & b=$!; wait $a; r=$?; wait $b; echo $r $?")
-    assert sorted(result.text.split()[-2:]) == ["0", "137"]
+    assert (
+        "137" in result.text.split()[-2:]
+    )  # the other one fits, unless it asks for more before the first one's memory is back
     assert sandbox.run(["python3", "-c", "x = bytearray(400 << 20)"], timeout_s=20).returncode == 137
 
 

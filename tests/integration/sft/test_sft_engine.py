@@ -53,9 +53,9 @@ def test_loss_and_gradients_equal_cross_entropy_by_hand(measured):
         assert found["grad"] < 1e-4 and found["tensors"] > 10 and found["extra"] == 0, (name, found)
 
 
-def test_documents_of_a_hybrid_are_not_packed_where_its_layers_would_mix_them(measured):
-    assert measured["tied-full-shares"] is True and measured["tied-lora-shares"] is True
-    assert measured["hybrid-full-shares"] is False and measured["hybrid-lora-shares"] is False
+def test_documents_share_a_forward_and_a_hybrids_layers_keep_them_apart(measured):
+    for model in ("tied", "hybrid"):
+        assert measured[f"{model}-full-shares"] is True and measured[f"{model}-lora-shares"] is True
     for how in ("full", "lora"):
         packed, alone = (measured[f"hybrid-{how}-{k}"] for k in ("packed", "alone"))
         assert packed["loss"] == pytest.approx(alone["loss"], rel=1e-6)

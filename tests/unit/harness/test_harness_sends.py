@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 from cooperbench.agents.mini_swe_agent_v2.agents.default import _parse_send_messages
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from verl_opsd.cooperbench.sends import account
@@ -95,6 +95,7 @@ def calls(draw):
     return f"send_message {wait}agent2 {draw(st.sampled_from(forms))}"
 
 
+@example(['send_message agent2 ""&&"', 'send_message agent2 "";"'], "\n")  # the second one is text of a string
 @settings(max_examples=500, deadline=None)
 @given(st.lists(st.one_of(calls(), st.sampled_from(["true", ":"])), max_size=3), st.sampled_from(["\n", "; ", " && "]))
 def test_an_accepted_command_delivers_what_the_shell_would_deliver(parts, separator):

@@ -46,7 +46,20 @@ def make_run(folder: Path, student: Path, brief: str = "peer_spec") -> Path:
         grade = Grade("clean", None, {}, (FeatureGrade(1, False, 0, 1, 1), FeatureGrade(2, False, 0, 1, 1)))
         agents = tuple(AgentOutcome(f"agent{i + 1}", f, "Submitted", 2, "", 0, True) for i, f in enumerate(pair.features))
         store.write(
-            Episode(name, pair.repo, pair.task_id, pair.features, "train", "h", "scored", turns, agents, grade, "none", 0)
+            Episode(
+                name,
+                pair.repo,
+                pair.task_id,
+                pair.features,
+                "train",
+                "h",
+                "scored",
+                turns,
+                agents,
+                grade,
+                {"agent1": "none", "agent2": "none"},
+                0,
+            )
         )
     return folder
 
