@@ -69,6 +69,16 @@ def test_what_is_exported_is_read_back(tmp_path):
     assert config["contract"]["step_limit"] == 7 and config["contract_hash"] == "c"
 
 
+def test_an_answer_in_a_prompt_and_the_stamp_of_a_near_tree_come_back(tmp_path):
+    told = dataclasses.replace(
+        talk(), brief_kinds={"agent1": "answer", "agent2": "none"}, near_benchmark="not a CooperBench score"
+    )
+    write_log_tree([told], tmp_path, "run", EvalContract())
+    (back,) = read_log_tree(tmp_path)
+    assert back.brief_kinds == told.brief_kinds and back.near_benchmark == told.near_benchmark
+    assert talk().in_standings and not back.in_standings
+
+
 def test_messages_are_in_order_of_time_and_no_quotation_is_one(tmp_path):
     (folder,), _ = write_log_tree([talk()], tmp_path, "run", None)
     sent = json.loads((folder / "conversation.json").read_text())

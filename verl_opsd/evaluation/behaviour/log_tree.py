@@ -58,7 +58,8 @@ def _episode(folder: Path, result: dict[str, Any]) -> Episode:
         turns=(),
         agents=tuple(_agent(folder, agent, result["agents"][agent], messages[agent]) for agent in sorted(result["agents"])),
         grade=grade,
-        brief_kinds={},
+        brief_kinds=result.get("brief_kinds", {}),  # of an export of ours; the harness itself has no briefs
+        near_benchmark=result.get("near_benchmark", ""),
         model_version=-1,
         t_start=datetime.fromisoformat(result["started_at"]).timestamp(),
         t_end=datetime.fromisoformat(result["started_at"]).timestamp() + float(result["duration_seconds"]),
