@@ -3,18 +3,13 @@
 import copy
 
 import pytest
+from opsd_section import SECTION
 
 from verl_opsd.config import OpsdConfig
 from verl_opsd.contract import FOUND
 from verl_opsd.errors import OpsdError
 
-GOOD = {
-    "recipe": "opd",
-    "scale": "local",
-    "mode": "online",
-    "tasks": {"dataset": "pocket", "train": "pocket_train", "eval": "pocket_eval"},
-    "brief": {"name": "peer_spec"},
-    "teacher": {},
+GOOD = SECTION | {
     "loss": {"turn_kinds": ["policy"]},
     "contract": {"step_limit": 6, "max_tokens": 64, "context_length": 4096},
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from chat_tokenizer import chat_tokenizer
+from opsd_section import SECTION
 
 from verl_opsd.config import OpsdConfig
 from verl_opsd.contract import EvalContract
@@ -20,16 +21,6 @@ from verl_opsd.tokens.branches import build_trajectories, loss_positions
 from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade, Sampling, TurnRecord
 from verl_opsd.tokens.store import EpisodeStore
 
-OPSD = {
-    "recipe": "opd",
-    "scale": "local",
-    "mode": "online",
-    "tasks": {"dataset": "pocket", "train": "pocket_train", "eval": "pocket_eval"},
-    "brief": {"name": "peer_spec"},
-    "teacher": {},
-    "loss": {},
-    "contract": {"context_length": 12288},
-}
 CONTRACT = EvalContract(context_length=12288)
 STARTED = 1_760_000_000.0
 COMMANDS = (
@@ -73,7 +64,7 @@ def make_run(
     student = folder.parent / "student"
     if not student.is_dir():
         chat_tokenizer().save_pretrained(student)
-    config = OpsdConfig.parse(OPSD | (opsd or {}))
+    config = OpsdConfig.parse(SECTION | (opsd or {}))
     write_json(run.path / "contract.json", CONTRACT.as_dict())
     meta = {
         "argv": ["main_ppo", "+recipe=opd"], "started": STARTED, "python": "3.11.7", "versions": {"verl": "0.9.1", "torch": "2.13.0"},

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_tokenizer import chat_tokenizer
+from opsd_section import SECTION
 
 from verl_opsd.config import ActorBriefConfig, OpsdConfig
 from verl_opsd.contract import EvalContract
@@ -95,19 +96,7 @@ def test_other_ids_at_the_hints_place_are_refused() -> None:
 
 
 def config(**actor: Any) -> OpsdConfig:
-    return OpsdConfig.parse(
-        {
-            "recipe": "opd",
-            "scale": "local",
-            "mode": "online",
-            "tasks": {"dataset": "pocket", "train": "pocket_train", "eval": "pocket_eval"},
-            "brief": {"name": "peer_spec"},
-            "teacher": {},
-            "loss": {},
-            "contract": {"context_length": 4096, "max_tokens": 96},
-            "actor_brief": actor,
-        }
-    )
+    return OpsdConfig.parse(SECTION | {"contract": {"context_length": 4096, "max_tokens": 96}, "actor_brief": actor})
 
 
 def test_which_episodes_have_it_and_what_kind() -> None:

@@ -5,23 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from opsd_section import SECTION
 
 from verl_opsd.config import LossConfig, OpsdConfig
 from verl_opsd.cooperbench.dataset import POCKET_DIR, load_subset
 from verl_opsd.distill import divergence
 from verl_opsd.distill.loss import ANALYTIC
 from verl_opsd.errors import OpsdError
-
-SECTION = {
-    "recipe": "opd",
-    "scale": "local",
-    "mode": "online",
-    "tasks": {"dataset": "pocket", "train": "pocket_train", "eval": "pocket_eval"},
-    "brief": {"name": "peer_spec"},
-    "teacher": {},
-    "loss": {},
-    "contract": {"context_length": 12288},
-}
 
 
 def test_only_trainers_of_this_project_are_modes() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from opsd_section import SECTION
 
 from verl_opsd.config import OpsdConfig
 from verl_opsd.cooperbench.dataset import POCKET_DIR, load_subset
@@ -15,16 +16,6 @@ from verl_opsd.paths import cache_dir
 from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade, Sampling, TurnRecord
 
 PAIR = load_subset("pocket_train", POCKET_DIR)[0]
-SECTION: dict[str, Any] = {
-    "recipe": "opd",
-    "scale": "local",
-    "mode": "online",
-    "tasks": {"dataset": "pocket", "train": "pocket_train", "eval": "pocket_eval"},
-    "brief": {"name": "peer_spec"},
-    "teacher": {},
-    "loss": {},
-    "contract": {"context_length": 12288, "max_tokens": 96},
-}
 #: (turn, kind, tokens of the reply) of agent1; turn 3 is a summary.
 TURNS = [(0, "policy", 4), (1, "malformed", 3), (2, "policy", 2), (3, "summarizer", 5), (4, "policy", 1)]
 
