@@ -5,10 +5,12 @@ masses and p_b, q_b the distributions within a block:
 
     KL(student || teacher) = KL(P || Q) + sum_b P_b KL(p_b || q_b)        every part is >= 0: nothing cancels
 
-Values are float32 throughout. For the gradient alone two numbers a token are kept in 16 bits, p_b(v) and d_b(v) = log p_b - log q_b;
-their rounding (2^-12) is below that of the gradient itself (bf16, 2^-9), which takes the place of the first:
+Values are float32 throughout. For the gradient alone two numbers a token are kept in 16 bits, p_b(v) and e_b(v), the difference of the two
+logits around its mean m_b under p_b; the gradient itself (bf16) takes the place of the first:
 
-    dKL / ds_v = p_v (d_v - KL),   p_v = P_b p_b(v),   d_v - KL = d_b(v) + k_b
+    dKL / ds_v = p_v (d_v - KL),   p_v = P_b p_b(v),   d_v - KL = e_b(v) + k_b,   k_b = m_b - sum_b P_b m_b
+
+Both are rounded by 2^-12 of their own size. Around another number than m_b they would cancel where the student is sure of one token.
 
 Four bytes a logit are kept where two passes keep ten, so a chunk may hold more positions, and the products are nearer to their full speed.
 
@@ -60,12 +62,14 @@ def _block_kernel(student, teacher, prob, diff, stats, start, W, V, B, SIZE, BLO
     d = difference - offset
     kl = tl.where(inside, _kl_terms(p, tl.exp(t - t_max) / t_sum, d), 0.0)
     tl.store(prob + row * V + start + at, p.to(prob.dtype.element_ty), mask=inside)
-    tl.store(diff + row * V + start + at, d.to(diff.dtype.element_ty), mask=inside)
+    mean = tl.sum(p * difference, 0)
+    # around the block's own mean: where the student is sure of a token, that token's number is near 0 and keeps its digits
+    tl.store(diff + row * V + start + at, (difference - mean).to(diff.dtype.element_ty), mask=inside)
     place = stats + row * B + start // BLOCK + block
     tl.store(place, s_log)
     tl.store(place + SIZE, offset)
     tl.store(place + 2 * SIZE, tl.sum(kl, 0))
-    tl.store(place + 3 * SIZE, tl.sum(p * difference, 0))
+    tl.store(place + 3 * SIZE, mean)
     tl.store(place + 4 * SIZE, s_log - tl.sum(tl.where(inside, p * s, 0.0), 0))
     tl.store(place + 5 * SIZE, s_max)
     tl.store(place + 6 * SIZE, t_max)
@@ -97,7 +101,8 @@ def _combine_kernel(stats, out, C, B, SIZE, BLOCKS: tl.constexpr):
     s_log = s_top + tl.log(s_sum)
     between = _kl_terms(mass, tl.exp(t_block - t_top) / t_sum, offset - total)
     within = mass * tl.load(place + 2 * SIZE, mask=there, other=0.0)
-    mean = tl.sum(mass * tl.load(place + 3 * SIZE, mask=there, other=0.0), 0)
+    block_mean = tl.load(place + 3 * SIZE, mask=there, other=0.0)
+    mean = tl.sum(mass * block_mean, 0)
     entropy = tl.load(place + 4 * SIZE, mask=there, other=0.0) - tl.where(there, s_block - s_log, 0.0)
     s_max = tl.load(place + 5 * SIZE, mask=there, other=-float("inf"))
     t_max = tl.load(place + 6 * SIZE, mask=there, other=-float("inf"))
@@ -110,7 +115,7 @@ def _combine_kernel(stats, out, C, B, SIZE, BLOCKS: tl.constexpr):
     tl.store(out + 4 * C + row, tl.max(tl.where(best, both, 0.0), 0))
     tl.store(out + 5 * C + row, tl.sum(tl.where(there, between + within, 0.0), 0))
     tl.store(place, mass, mask=there)
-    tl.store(place + SIZE, offset - mean, mask=there)
+    tl.store(place + SIZE, block_mean - mean, mask=there)
 
 
 @triton.jit

@@ -71,6 +71,21 @@ def test_sixteen_bits_touch_the_gradient_alone() -> None:
         assert 1e-6 < (exact[2] - short[2]).norm() / exact[2].norm() < 2**-10  # bf16 itself rounds to 2^-9
 
 
+@pytest.mark.parametrize("rest, teacher_p", [(2.5e-3, 0.01), (3.4e-4, 0.1), (3.4e-4, 0.01), (4.5e-5, 0.1), (4.5e-5, 1e-9)])
+def test_sixteen_bits_keep_the_gradient_of_a_student_that_is_sure(rest: float, teacher_p: float) -> None:
+    """Each position by itself: one norm over a batch would hide such a row behind the others."""
+    g = torch.Generator().manual_seed(3)
+    student, teacher = torch.randn(8, 512, generator=g), torch.randn(8, 512, generator=g)
+    for logits, p in ((student, 1 - rest), (teacher, teacher_p)):
+        others = logits[:, 1:].double().logsumexp(-1)
+        logits[:, 0] = (others + torch.tensor(p / (1 - p), dtype=torch.float64).log()).float()
+    want = definition(student, teacher, torch.ones(8))[1]
+    got = run(student, teacher, torch.ones(8), torch.float16)[2]
+    exact = run(student, teacher, torch.ones(8), torch.float32)[2]
+    error, floor = ((g - want).norm(dim=-1) / want.norm(dim=-1) for g in (got, exact))
+    assert (error <= 2**-9 + 2 * floor).all(), error  # bf16's own rounding, and what float32 logits leave of such a row
+
+
 def test_identical_masked_and_extreme_rows() -> None:
     student = torch.randn(4, 300, generator=torch.Generator().manual_seed(2))
     student[1], student[2] = torch.nan, 5e3 * student[2].sign()
