@@ -131,13 +131,19 @@ class HeadTask:
         if self.anchor is None and self.anchor_weight_VH is not None:
             _refuse("anchor_weight_VH without an anchor", "only hidden states need a vocabulary weight")
         vocab = weight_VH.shape[0]
+        if weight_VH.dtype == torch.float16:
+            _refuse(
+                "a vocabulary weight in float16",
+                "the gradient is made in its dtype in the forward pass, where no loss scaler reaches: it would underflow to 0",
+            )
         for name, other_VH in (("teacher", self.teacher_weight_VH), ("anchor", self.anchor_weight_VH)):
             if other_VH is not None and other_VH.shape[0] != vocab:
                 _refuse(
                     f"{name} vocabulary of {other_VH.shape[0]} entries, student of {vocab}",
                     "student and teacher share one vocabulary, entry by entry",
                 )
-        if self.loss.support == "signal" and n:
+        given = self.teacher is not None and self.teacher.ids_NK is not None
+        if n and (self.loss.support == "signal" or (self.loss.sampled and given)):
             assert self.teacher is not None and self.teacher.ids_NK is not None and self.labels_N is not None
             support.check_ids(self.teacher.ids_NK, self.labels_N.to(self.teacher.ids_NK.device), vocab)
 

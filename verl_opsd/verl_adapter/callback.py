@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ class OpsdCallback(Callback):
         self._threads = os.environ.get("OMP_NUM_THREADS")
         self._tmpdir, self._base = os.environ.get("TMPDIR"), tempfile.gettempdir()
         self._run: RunDir | None = None
+        self._found: Found | None = None
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Remembers what the run directory held, before Hydra writes into it."""
+        self._found = Found.of(Path(config.hydra.run.dir), str(config.hydra.job.name))
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuses bad input and prepares the run; a refused run, and a dry one, leaves no directory behind.
@@ -49,10 +55,12 @@ class OpsdCallback(Callback):
         from verl_opsd.verl_adapter.budget import DryRun
 
         code = 2
-        kept: set[str] | None = None
+        found, self._found = self._found, None
         try:
             self._run = RunDir.from_env()
-            kept = not_ours(self._run.path, str(OmegaConf.select(config, "hydra.job.name", default="main_ppo")))
+            if found is None:  # a job of a sweep: Hydra's own files are there already
+                job = str(OmegaConf.select(config, "hydra.job.name", default="main_ppo"))
+                found = Found.of(self._run.path, job, fresh=True)
             self._start(config, self._run)
         except DryRun as estimate:
             print(f"verl-opsd: dry run, nothing was started\n{estimate}", flush=True)
@@ -67,8 +75,8 @@ class OpsdCallback(Callback):
         else:
             return
         self._unwatch(started=False)
-        if kept is not None and all(name.endswith(".log") for name in kept) and self._run is not None:
-            remove_run(self._run.path, kept)
+        if found is not None and self._run is not None:
+            found.restore(self._run.path)
         raise SystemExit(code)
 
     def _start(self, config: DictConfig, run: RunDir) -> None:
@@ -165,24 +173,44 @@ class OpsdCallback(Callback):
             print(f"error: {cause}\nverl-opsd: evidence so far: {self._run.path}/evidence.jsonl", file=sys.stderr, flush=True)
 
 
-def remove_run(path: Path, kept: set[str]) -> None:
-    """Removes what a refused run wrote into its directory, all but ``kept``; and the directory, and those above it, below the
-    current one, where they are then empty."""
-    for entry in path.iterdir():
-        if entry.name in kept:
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
-    here = Path.cwd()
-    for folder in (path, *(p for p in path.parents if here in p.parents)):
-        try:
-            folder.rmdir()
-        except OSError:  # not empty
-            return
+@dataclass(frozen=True)
+class Found:
+    """What a run directory held before this start.
 
+    Attributes:
+        names: its entries; files: contents of those that Hydra writes anew, by path in the directory.
+    """
 
-def not_ours(path: Path, job: str) -> set[str]:
-    """Names in a run directory that Hydra has not just written there itself."""
-    return {p.name for p in path.iterdir()} - {".hydra", f"{job}.log"}
+    names: frozenset[str]
+    files: dict[str, bytes]
+
+    @classmethod
+    def of(cls, path: Path, job: str, fresh: bool = False) -> Found:
+        """``fresh``: Hydra has written its own files there already, so what they held before is not known and they are left out."""
+        written = {".hydra", f"{job}.log"}
+        if fresh or not path.is_dir():
+            return cls(frozenset(p.name for p in path.iterdir()) - written if path.is_dir() else frozenset(), {})
+        files = [path / f"{job}.log", *(path / ".hydra").glob("*")]
+        return cls(
+            frozenset(p.name for p in path.iterdir()),
+            {str(p.relative_to(path)): p.read_bytes() for p in files if p.is_file()},
+        )
+
+    def restore(self, path: Path) -> None:
+        """Removes what a refused run wrote, gives files back their contents, and removes the directory, and those above it below the
+        current one, where they are then empty. A directory that holds a run keeps what that run has written."""
+        for entry in path.iterdir():
+            if entry.name in self.names:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        for name, content in self.files.items():
+            (path / name).write_bytes(content)
+        here = Path.cwd()
+        for folder in (path, *(p for p in path.parents if here in p.parents)):
+            try:
+                folder.rmdir()
+            except OSError:  # not empty
+                return

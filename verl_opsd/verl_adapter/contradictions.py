@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -26,6 +28,18 @@ COUNTS = {
     "actor_rollout_ref.rollout.agent.num_workers": 1,
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 1,
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+}
+#: Keys of a kind, each with what it must be.
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "actor_rollout_ref.actor.optim.lr": ("a number above 0", lambda v: _number(v) and 0 < v < math.inf),
+    "actor_rollout_ref.actor.grad_clip": ("a number above 0", lambda v: _number(v) and v > 0),
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": (
+        "a whole number above 0, or null with dynamic batches",
+        lambda v: v is None or (type(v) is int and v > 0),
+    ),
+    "actor_rollout_ref.model.lora_rank": ("a whole number, 0 for full-parameter training", lambda v: type(v) is int and v >= 0),
+    "actor_rollout_ref.model.lora_alpha": ("a number above 0", lambda v: _number(v) and v > 0),
+    "trainer.resume_mode": ("auto, disable or resume_path", lambda v: v in ("auto", "disable", "resume_path")),
 }
 #: What a group sets; given by itself it would be a label that nothing follows.
 LABELS = {
@@ -49,6 +63,7 @@ def check_verl_keys(config: DictConfig, opsd: OpsdConfig) -> None:
     """
     _check_labels(config)
     _check_counts(config, opsd)
+    _check_kinds(config)
     _check_server(config.actor_rollout_ref.rollout)
     rollout, actor, model = (config.actor_rollout_ref[k] for k in ("rollout", "actor", "model"))
     c = opsd.contract
@@ -163,6 +178,53 @@ def _check_labels(config: DictConfig) -> None:
             f"{key}={OmegaConf.select(config, key)} on the command line",
             "it names the group that was composed; set alone it would call one thing another",
             f"choose the group: {LABELS[key]}",
+        )
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_kinds(config: DictConfig) -> None:
+    for key, (kind, holds) in KINDS.items():
+        value = OmegaConf.select(config, key)
+        if not holds(value):
+            raise OpsdError(f"{key}={value}", f"{key} is {kind}", "correct the value")
+    from verl.utils.tracking import Tracking
+
+    loggers = [config.trainer.logger] if isinstance(config.trainer.logger, str) else list(config.trainer.logger)
+    unknown = sorted(set(map(str, loggers)) - set(Tracking.supported_backend))
+    if unknown:
+        raise OpsdError(
+            f"trainer.logger={loggers}",
+            f"verl logs to {', '.join(sorted(Tracking.supported_backend))}",
+            f"leave out {', '.join(unknown)}",
+        )
+    cpu = not config.opsd.scale.startswith("gpu")
+    if (config.trainer.device == "cpu") != cpu:
+        raise OpsdError(
+            f"trainer.device={config.trainer.device} with scale={config.opsd.scale}",
+            "the scale names the device: cpu for those without an accelerator",
+            "leave trainer.device out",
+        )
+    actor = config.actor_rollout_ref.actor.fsdp_config
+    dtypes = {
+        "model_dtype": actor.get("model_dtype"),
+        "mixed_precision.param_dtype": OmegaConf.select(actor, "mixed_precision.param_dtype"),
+        "dtype": actor.get("dtype"),
+    }
+    half = sorted(k for k, v in dtypes.items() if str(v) in ("fp16", "float16"))
+    if half:
+        raise OpsdError(
+            f"actor.fsdp_config.{half[0]}={dtypes[half[0]]}",
+            "gradients of this loss are made in the forward pass, where verl's loss scaler does not reach: in float16 they would be 0",
+            "use bf16 or fp32",
+        )
+    if config.actor_rollout_ref.model.lora_rank == 0 and str(dtypes["model_dtype"]) in ("bf16", "bfloat16"):
+        raise OpsdError(
+            "actor_rollout_ref.model.lora_rank=0 with actor.fsdp_config.model_dtype=bf16",
+            "the optimizer would step bf16 weights, which round a small update away",
+            "set actor_rollout_ref.actor.fsdp_config.model_dtype=fp32, whose forwards are still bf16",
         )
 
 

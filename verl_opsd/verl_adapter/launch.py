@@ -20,6 +20,7 @@ from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation import canary
+from verl_opsd.evidence.predictions import read as read_predictions
 from verl_opsd.evidence.predictions import write_down
 from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
@@ -241,10 +242,12 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
         actor_briefs(opsd.actor_brief, pair)
     briefs = check_briefs(opsd, taught, model_path)
     worth = None if opsd.brief.name == "none" else check_worth(opsd)  # the identity arm distils nothing
-    if opsd.dry_run:
-        raise budget.DryRun(cost.text())
     resume.check(run, contract, plain_config(config))
     check_siblings(run, contract, opsd.varies)
+    if opsd.predictions is not None:
+        read_predictions(Path(opsd.predictions).expanduser())
+    if opsd.dry_run:
+        raise budget.DryRun(cost.text())
     # verl wants a training file also where nothing is trained
     write_data(run, train or evaluation, "train", batch=config.data.train_batch_size)
     write_data(run, [p for p in evaluation for _ in range(opsd.evaluation.seeds)], "val")
@@ -298,6 +301,11 @@ def check_multirun(config: DictConfig, config_name: str) -> int:
             composed = compose(config_name, list(job), return_hydra_config=True)
             opsd = check_host(composed)
             check_models(composed, opsd)
+            load_pairs(opsd)
+            if opsd.dry_run:
+                raise OpsdError(
+                    "opsd.dry_run=true in a sweep", "a dry run estimates one job", "give each key one value, without -m"
+                )
             first = first or opsd.contract
             opsd.contract.require_same(first, "job 0", opsd.varies)
         except OpsdError as error:

@@ -102,6 +102,19 @@ def test_misspelt_key_without_plus_is_refused_by_hydra(compose, override):
         (["actor_rollout_ref.rollout.dtype=float8"], ["rollout.dtype=float8"]),
         (["teacher=device", "opsd.teacher.path=models/nope"], ["opsd.teacher.path=models/nope", "hub name"]),
         (["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null"], ["ppo_micro_batch_size"]),
+        (["actor_rollout_ref.actor.optim.lr=fast"], ["optim.lr=fast", "number"]),
+        (["actor_rollout_ref.actor.optim.lr=-1"], ["optim.lr=-1"]),
+        (["actor_rollout_ref.actor.optim.lr=nan"], ["optim.lr=nan"]),
+        (["actor_rollout_ref.model.lora_rank=-3"], ["lora_rank=-3"]),
+        (["actor_rollout_ref.model.lora_rank=abc"], ["lora_rank=abc"]),
+        (["trainer.logger=[nosuch]"], ["nosuch", "console"]),
+        (["trainer.device=cuda"], ["trainer.device=cuda", "scale=local"]),
+        (["trainer.resume_mode=bogus"], ["resume_mode=bogus"]),
+        (["actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"], ["param_dtype=fp16", "loss scaler"]),
+        (
+            ["actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"],
+            ["model_dtype=bf16", "lora_rank=0"],
+        ),
     ],
 )
 def test_contradiction_is_refused(refused, overrides, words):
@@ -424,3 +437,30 @@ def test_a_refused_run_leaves_the_users_files(compose, tmp_path):
     with pytest.raises(SystemExit):
         OpsdCallback().on_job_start(compose("+recipe=opd", "trainer.use_v1=false"))
     assert [(p.name, p.read_text()) for p in run.iterdir()] == [("out.log", "what tee has written")]
+
+
+@pytest.mark.parametrize("more", [["opsd.loss.clip=-1"], ["opsd.dry_run=true"]])
+def test_a_directory_that_held_other_things_is_as_before(compose, tmp_path, more):
+    """Hydra writes its own files over those of an earlier run before any check can speak."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+
+    from verl_opsd.verl_adapter.callback import OpsdCallback
+
+    run = tmp_path / "run"
+    (run / ".hydra").mkdir(parents=True)
+    before = {"main_ppo.log": "a log", ".hydra/config.yaml": "an earlier run", "notes.txt": "mine"}
+    for name, text in before.items():
+        (run / name).write_text(text)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = hydra_compose("ppo_trainer", ["+recipe=opd", f"hydra.run.dir={run}", *more], return_hydra_config=True)
+    config.hydra.job.name = "main_ppo"
+    callback = OpsdCallback()
+    callback.on_run_start(config)
+    (run / "main_ppo.log").write_text("a log, and a line")  # as Hydra does
+    (run / ".hydra" / "config.yaml").write_text("this run")
+    with pytest.raises(SystemExit) as stop:
+        callback.on_job_start(compose("+recipe=opd", *more))
+    assert stop.value.code == (2 if more[0].startswith("opsd.loss") else 0)
+    left = {p.relative_to(run).as_posix(): p.read_text() for p in run.rglob("*") if p.is_file()}
+    assert left == before

@@ -436,3 +436,23 @@ def test_contradicting_anchors_are_refused(parts: dict) -> None:
     head.task = task
     with pytest.raises(OpsdError, match="anchor"):
         head(x)
+
+
+def test_a_sampled_estimator_wants_the_sampled_token_in_a_support_signal():
+    ids = torch.arange(4).repeat(7, 1)
+    signal = Signal(ids_NK=ids, logprobs_NK=torch.full((7, 4), 0.2).log(), tail_N=torch.full((7,), 0.2).log())
+    more = {"teacher": signal, "teacher_weight_VH": None, "anchor": None, "anchor_coef_N": None}
+    spec = LossSpec("k2")
+    for labels, refused in ((torch.zeros(7, dtype=torch.int64), False), (torch.full((7,), 9), True)):
+        head, x, task = make(loss=spec, labels_N=labels, **more)
+        if refused:
+            with pytest.raises(OpsdError, match="lacks the sampled token"):
+                run(head, x, task)
+        else:
+            run(head, x, task)
+
+
+def test_a_vocabulary_weight_in_float16_is_refused():
+    head, x, task = make(dtype=torch.float16)
+    with pytest.raises(OpsdError, match="float16"):
+        run(head, x, task)
