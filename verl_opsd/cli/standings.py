@@ -44,7 +44,7 @@ def standings(args: argparse.Namespace, console: Console | None = None) -> int:
     console.print(table(rows))
     for row in rows:
         for stamp in row.stamps:
-            console.print(f"{row.model}: not a CooperBench score: {stamp}", soft_wrap=True, highlight=False)
+            console.print(f"{row.model}: {stamp}", soft_wrap=True, highlight=False)
     if args.grid:
         console.print(grid(rows))
     found = _compared(args, models, rows)

@@ -271,7 +271,7 @@ def print_table(path: Path) -> None:
             table.add_row(f"{split} left out", f"{s['answer_in_prompt']} with an answer in an agent's own prompt")
         table.add_row(f"{split} agents", str(s["agents"]["statuses"]))
         for reason in s["near_benchmark"]:
-            table.add_row(f"{split} stamp", f"not a CooperBench score: {reason}")
+            table.add_row(f"{split} stamp", reason)
     d = r["distillation"]
     if d:
         table.add_row("KL by quarter (nats a token)", "  ".join("-" if x is None else f"{x:.2e}" for x in d["kl_by_quarter"]))

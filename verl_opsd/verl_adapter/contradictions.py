@@ -63,7 +63,7 @@ def check_verl_keys(config: DictConfig, opsd: OpsdConfig) -> None:
     """
     _check_labels(config)
     _check_counts(config, opsd)
-    _check_kinds(config)
+    _check_kinds(config, opsd)
     _check_server(config.actor_rollout_ref.rollout)
     rollout, actor, model = (config.actor_rollout_ref[k] for k in ("rollout", "actor", "model"))
     c = opsd.contract
@@ -185,7 +185,7 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check_kinds(config: DictConfig) -> None:
+def _check_kinds(config: DictConfig, opsd: OpsdConfig) -> None:
     for key, (kind, holds) in KINDS.items():
         value = OmegaConf.select(config, key)
         if not holds(value):
@@ -200,6 +200,7 @@ def _check_kinds(config: DictConfig) -> None:
             f"verl logs to {', '.join(sorted(Tracking.supported_backend))}",
             f"leave out {', '.join(unknown)}",
         )
+    _check_lengths(config, opsd)
     cpu = not config.opsd.scale.startswith("gpu")
     if (config.trainer.device == "cpu") != cpu:
         raise OpsdError(
@@ -226,6 +227,34 @@ def _check_kinds(config: DictConfig) -> None:
             "the optimizer would step bf16 weights, which round a small update away",
             "set actor_rollout_ref.actor.fsdp_config.model_dtype=fp32, whose forwards are still bf16",
         )
+
+
+def _check_lengths(config: DictConfig, opsd: OpsdConfig) -> None:
+    """Lengths, episodes of an update and paths that would be ignored, or found wrong after the run has started."""
+    context, batch, each = opsd.contract.context_length, config.data.train_batch_size, opsd.loss.episodes_per_update
+    for key in ("max_prompt_length", "max_response_length"):
+        if config.data[key] != context:
+            raise OpsdError(
+                f"data.{key}={config.data[key]} with opsd.contract.context_length={context}",
+                "the contract says how long a prompt and a reply may be together",
+                f"leave data.{key} out and set opsd.contract.context_length",
+            )
+    if opsd.mode == "online" and each is not None and each > batch:
+        raise OpsdError(
+            f"opsd.loss.episodes_per_update={each} with data.train_batch_size={batch}",
+            "an update is made of episodes of one round",
+            "lower it, raise data.train_batch_size, or leave it out: all of a round",
+        )
+    for key, needed in (
+        ("trainer.resume_from_path", config.trainer.resume_mode == "resume_path"),
+        (
+            "actor_rollout_ref.model.lora_adapter_path",
+            OmegaConf.select(config, "actor_rollout_ref.model.lora_adapter_path") is not None,
+        ),
+    ):
+        value = OmegaConf.select(config, key)
+        if needed and (not isinstance(value, str) or not Path(value).expanduser().is_dir()):
+            raise OpsdError(f"{key}={value}", f"{key} is a folder that exists", "correct the path")
 
 
 def _check_counts(config: DictConfig, opsd: OpsdConfig) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from verl_opsd import resume
 from verl_opsd.config import OpsdConfig, SandboxConfig
@@ -50,14 +51,17 @@ def parse(config: DictConfig) -> OpsdConfig:
     Raises:
         OpsdError: see :meth:`OpsdConfig.parse`, a key that nothing reads, and every contradiction between verl's keys and ours.
     """
-    if not isinstance(config.get("recipe", None), (type(None), DictConfig)) or "opsd" not in config:
+    if not isinstance(config.get("recipe", None), (type(None), DictConfig)) or config.get("opsd") is None:
         raise OpsdError(
             f"+recipe={config.get('recipe')} is a plain key in the composed config",
             "`+recipe=` must be resolved as a config group, or verl's defaults would run instead",
             "install with `pip install .`, or `pip install -e . --config-settings editable_mode=compat`",
         )
     missing = [str(k) for k in config if OmegaConf.is_missing(config, k)]  # first: keys of the section refer to them
-    missing = missing or [f"{k}" for k in sorted(OmegaConf.missing_keys(config.opsd))]
+    try:
+        missing = missing or [f"{k}" for k in sorted(OmegaConf.missing_keys(config.opsd))]
+    except OmegaConfBaseException as error:
+        raise _unresolved(error) from error
     if missing:
         raise OpsdError(f"{', '.join(missing)} not set", "there is no default", "give KEY=VALUE on the command line")
     check_keys(config)
@@ -67,11 +71,27 @@ def parse(config: DictConfig) -> OpsdConfig:
     return opsd
 
 
+def _unresolved(error: OmegaConfBaseException) -> OpsdError:
+    rule = "every key that another one refers to is there"
+    return OpsdError(" ".join(str(error).split()), rule, "leave that key as the groups set it")
+
+
 def dataset_path(name: str) -> Path:
-    """The folder behind ``opsd.tasks.dataset``."""
+    """The folder behind ``opsd.tasks.dataset``.
+
+    Raises:
+        OpsdError: there is no such folder.
+    """
     from verl_opsd.cooperbench.dataset import POCKET_DIR
 
-    return POCKET_DIR if name == "pocket" else Path(name).expanduser().resolve()
+    folder = POCKET_DIR if name == "pocket" else Path(name).expanduser().resolve()
+    if not folder.is_dir():
+        raise OpsdError(
+            f"opsd.tasks.dataset={name}: no folder {folder}",
+            "it is `pocket`, or a folder in CooperBench's layout",
+            "correct the path",
+        )
+    return folder
 
 
 def load_pairs(opsd: OpsdConfig) -> tuple[list[PairTask], list[PairTask]]:

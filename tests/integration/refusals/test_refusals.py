@@ -103,6 +103,12 @@ def test_misspelt_key_without_plus_is_refused_by_hydra(compose, override):
         (["teacher=device", "opsd.teacher.path=models/nope"], ["opsd.teacher.path=models/nope", "hub name"]),
         (["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null"], ["ppo_micro_batch_size"]),
         (["actor_rollout_ref.actor.optim.lr=fast"], ["optim.lr=fast", "number"]),
+        (["data.max_prompt_length=10"], ["data.max_prompt_length=10", "context_length"]),
+        (["opsd.loss.episodes_per_update=100"], ["episodes_per_update=100", "train_batch_size=2"]),
+        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/such"], ["resume_from_path=/no/such"]),
+        (["actor_rollout_ref.model.lora_adapter_path=/no/such"], ["lora_adapter_path=/no/such"]),
+        (["opsd=null"], ["config group"]),
+        (["~opsd.contract"], ["opsd.contract"]),
         (["actor_rollout_ref.actor.optim.lr=-1"], ["optim.lr=-1"]),
         (["actor_rollout_ref.actor.optim.lr=nan"], ["optim.lr=nan"]),
         (["actor_rollout_ref.model.lora_rank=-3"], ["lora_rank=-3"]),
@@ -227,6 +233,10 @@ def test_other_pair_of_a_training_repository_in_the_evaluation_set(refused, tmp_
     train, evaluation = (subset(tmp_path, n, *TRAIN, [p]) for n, p in (("t", [1, 2]), ("e", [3, 4])))
     text = refused(f"opsd.tasks.train={train}", f"opsd.tasks.eval={evaluation}", f"opsd.tasks.disjoint={level}")
     assert named in text and f"no {level} may be in both sets" in text
+
+
+def test_dataset_that_does_not_exist(refused):
+    assert "opsd.tasks.dataset=/no/such: no folder" in refused("opsd.tasks.dataset=/no/such")
 
 
 def test_limits_do_not_hide_an_overlap(refused):
