@@ -230,7 +230,7 @@ def _check_kinds(config: DictConfig, opsd: OpsdConfig) -> None:
 
 
 def _check_lengths(config: DictConfig, opsd: OpsdConfig) -> None:
-    """Lengths, episodes of an update and paths that would be ignored, or found wrong after the run has started."""
+    """Lengths and episodes of an update that would be ignored, or found wrong after the run has started."""
     context, batch, each = opsd.contract.context_length, config.data.train_batch_size, opsd.loss.episodes_per_update
     for key in ("max_prompt_length", "max_response_length"):
         if config.data[key] != context:
@@ -245,6 +245,14 @@ def _check_lengths(config: DictConfig, opsd: OpsdConfig) -> None:
             "an update is made of episodes of one round",
             "lower it, raise data.train_batch_size, or leave it out: all of a round",
         )
+
+
+def check_folders(config: DictConfig) -> None:
+    """Folders that verl would look for after the run has started.
+
+    Raises:
+        OpsdError: one of them is not there.
+    """
     for key, needed in (
         ("trainer.resume_from_path", config.trainer.resume_mode == "resume_path"),
         (

@@ -28,7 +28,7 @@ from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.verl_adapter import budget
 from verl_opsd.verl_adapter.actor_briefs import actor_briefs
 from verl_opsd.verl_adapter.brief_checks import check_briefs, check_worth, record_briefs, record_worth
-from verl_opsd.verl_adapter.contradictions import check_rounds, check_verl_keys, check_with_verl, data_file
+from verl_opsd.verl_adapter.contradictions import check_folders, check_rounds, check_verl_keys, check_with_verl, data_file
 from verl_opsd.verl_adapter.found import check_siblings, freeze_contract, record_tasks
 from verl_opsd.verl_adapter.ignored import check_ignored
 from verl_opsd.verl_adapter.keys import check_keys
@@ -220,6 +220,7 @@ def check_host(config: DictConfig) -> OpsdConfig:
     check_trl()
     check_rollout(config.actor_rollout_ref.rollout)
     check_contract(opsd.contract)
+    check_folders(config)
     check_with_verl(config)
     require_sandbox(opsd.sandbox.backend, allow_unsafe=opsd.sandbox.allow_unsafe)
     return opsd
