@@ -41,7 +41,8 @@ def block(folder: Path) -> str:
     meta = json.loads((folder / "meta.json").read_text())
     words = [re.sub(r"^corpus=.*", "corpus=RUN_DIR", w) for w in meta["argv"][1:] if not w.startswith("hydra.run.dir=")]
     report = [sys.executable, "-m", "verl_opsd.cli.main", "report", str(folder)]
-    table = subprocess.run(report, capture_output=True, text=True, check=True).stdout.strip("\n")
+    printed = subprocess.run(report, capture_output=True, text=True, check=True).stdout
+    table = printed[: printed.rindex("┘") + 1].strip("\n")  # what follows names folders of this machine
     seconds = (folder / "report.json").stat().st_mtime - meta["started"]
     versions = ", ".join(f"{name} {meta['versions'][name]}" for name in ("verl", "torch"))
     return (
