@@ -187,14 +187,11 @@ class Found:
     @classmethod
     def of(cls, path: Path, job: str, fresh: bool = False) -> Found:
         """``fresh``: Hydra has written its own files there already, so what they held before is not known and they are left out."""
-        written = {".hydra", f"{job}.log"}
-        if fresh or not path.is_dir():
-            return cls(frozenset(p.name for p in path.iterdir()) - written if path.is_dir() else frozenset(), {})
+        names = frozenset(p.name for p in path.iterdir()) if path.is_dir() else frozenset()
+        if fresh:
+            return cls(names - {".hydra", f"{job}.log"}, {})
         files = [path / f"{job}.log", *(path / ".hydra").glob("*")]
-        return cls(
-            frozenset(p.name for p in path.iterdir()),
-            {str(p.relative_to(path)): p.read_bytes() for p in files if p.is_file()},
-        )
+        return cls(names, {str(p.relative_to(path)): p.read_bytes() for p in files if p.is_file()})
 
     def restore(self, path: Path) -> None:
         """Removes what a refused run wrote, gives files back their contents, and removes the directory, and those above it below the

@@ -63,7 +63,10 @@ def check_verl_keys(config: DictConfig, opsd: OpsdConfig) -> None:
     """
     _check_labels(config)
     _check_counts(config, opsd)
-    _check_kinds(config, opsd)
+    _check_kinds(config)
+    _check_logger_and_device(config, opsd)
+    _check_lengths(config, opsd)
+    _check_dtypes(config)
     _check_server(config.actor_rollout_ref.rollout)
     rollout, actor, model = (config.actor_rollout_ref[k] for k in ("rollout", "actor", "model"))
     c = opsd.contract
@@ -185,11 +188,14 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check_kinds(config: DictConfig, opsd: OpsdConfig) -> None:
+def _check_kinds(config: DictConfig) -> None:
     for key, (kind, holds) in KINDS.items():
         value = OmegaConf.select(config, key)
         if not holds(value):
             raise OpsdError(f"{key}={value}", f"{key} is {kind}", "correct the value")
+
+
+def _check_logger_and_device(config: DictConfig, opsd: OpsdConfig) -> None:
     from verl.utils.tracking import Tracking
 
     loggers = [config.trainer.logger] if isinstance(config.trainer.logger, str) else list(config.trainer.logger)
@@ -200,14 +206,15 @@ def _check_kinds(config: DictConfig, opsd: OpsdConfig) -> None:
             f"verl logs to {', '.join(sorted(Tracking.supported_backend))}",
             f"leave out {', '.join(unknown)}",
         )
-    _check_lengths(config, opsd)
-    cpu = not config.opsd.scale.startswith("gpu")
-    if (config.trainer.device == "cpu") != cpu:
+    if (config.trainer.device == "cpu") == opsd.scale.startswith("gpu"):
         raise OpsdError(
-            f"trainer.device={config.trainer.device} with scale={config.opsd.scale}",
+            f"trainer.device={config.trainer.device} with scale={opsd.scale}",
             "the scale names the device: cpu for those without an accelerator",
             "leave trainer.device out",
         )
+
+
+def _check_dtypes(config: DictConfig) -> None:
     actor = config.actor_rollout_ref.actor.fsdp_config
     dtypes = {
         "model_dtype": actor.get("model_dtype"),
