@@ -4,14 +4,17 @@
     torchrun --nproc_per_node=2 benchmarks/sft.py --mode full --contexts 32768
 
 One row of so many tokens a rank, 1.3% of them with loss. ``engine`` is what `+recipe=warm_start` runs: verl's FSDP2 engine with the
-loss-position head. ``plain`` is the same model in transformers (PEFT for an adapter, ``fully_shard`` for several ranks), activations
-checkpointed, the vocabulary at loss positions only, cross-entropy of torch. ``--size 9b`` has the shape of Qwen3.5-9B with random weights;
-without an accelerator ``tiny`` runs, whose numbers say nothing about it. An arm that does not fit says so.
+loss-position head. ``plain`` is the same model in transformers (PEFT for an adapter, ``fully_shard`` for several ranks) with the same
+kernels in its layers, activations checkpointed, the vocabulary at loss positions only, cross-entropy of torch. ``stock`` is that with the
+kernels that transformers chooses. ``--size 9b`` has the shape of Qwen3.5-9B with random weights; ``--size tiny``, the default without an
+accelerator, shows that the script runs. An arm that does not fit says so; arms whose first losses differ by more than 1% end the run
+with an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -20,7 +23,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from torch import Tensor, nn
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
 LOSS_SHARE = 0.013
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -83,11 +86,29 @@ def row(context: int, vocab: int) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def engine_step(path: Path, mode: str, context: int) -> Callable[[], float]:
-    """The recipe's step; returns its loss."""
+def batch_of(context: int, vocab: int) -> Any:
+    """One row as verl's SFT trainer hands it to an engine."""
     from tensordict import TensorDict
-    from verl.trainer.config import CheckpointConfig
     from verl.utils import tensordict_utils as tu
+
+    ids, mask = row(context, vocab)
+    fields = {"input_ids": ids, "loss_mask": mask, "position_ids": torch.arange(context)}
+    jagged = {k: torch.nested.as_nested_tensor([v], layout=torch.jagged) for k, v in fields.items()}
+    data = TensorDict(jagged, batch_size=1)
+    tu.assign_non_tensor(data, use_remove_padding=True, use_dynamic_bsz=False, micro_batch_size_per_gpu=1, temperature=1.0)
+    return data
+
+
+def over_ranks(loss: Tensor) -> float:
+    """The mean over ranks of what each scaled by their number."""
+    if WORLD > 1:
+        dist.all_reduce(loss)
+    return float(loss) / WORLD
+
+
+def make_engine(path: Path, mode: str) -> Callable[[int], float]:
+    """The recipe's step: context to loss."""
+    from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.utils.losses import sft_loss
@@ -105,7 +126,7 @@ def engine_step(path: Path, mode: str, context: int) -> Callable[[], float]:
     config = SftEngineConfig(
         strategy="fsdp2",
         use_torch_compile=False,
-        model_dtype="bf16" if mode == "lora" else "fp32",
+        model_dtype="bf16" if mode == "lora" and CUDA else "fp32",
         mixed_precision={"param_dtype": "bf16" if CUDA else "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         micro_batch_size_per_gpu=1,
         use_dynamic_bsz=False,
@@ -114,30 +135,33 @@ def engine_step(path: Path, mode: str, context: int) -> Callable[[], float]:
     optimizer = FSDPOptimizerConfig(lr=5e-6, total_training_steps=100)
     engine = EngineRegistry.new("language_model", "fsdp2", model, config, optimizer, CheckpointConfig())
     engine.initialize()
-    ids, mask = row(context, model.hf_config.get_text_config().vocab_size)
-    fields = {"input_ids": ids, "loss_mask": mask, "position_ids": torch.arange(context)}
-    loss = partial(sft_loss, config=None)
+    vocab, loss = model.hf_config.get_text_config().vocab_size, functools.partial(sft_loss, config=None)
 
-    def step() -> float:
-        jagged = {k: torch.nested.as_nested_tensor([v], layout=torch.jagged) for k, v in fields.items()}
-        data = TensorDict(jagged, batch_size=1)
-        tu.assign_non_tensor(data, use_remove_padding=True, use_dynamic_bsz=False, micro_batch_size_per_gpu=1, temperature=1.0)
+    def step(context: int) -> float:
         with engine.train_mode():
-            out = engine.train_batch(data, loss)
-        return float(sum(out["loss"]))
+            out = engine.train_batch(batch_of(context, vocab), loss)
+        return over_ranks(torch.tensor(float(sum(out["loss"])), device=DEVICE))
 
     return step
 
 
-def plain_step(path: Path, mode: str, context: int) -> Callable[[], float]:
-    """The same in transformers alone."""
+def make_plain(path: Path, mode: str, stock: bool = False) -> Callable[[int], float]:
+    """The same in transformers alone.
+
+    Args:
+        stock: with the kernels that transformers chooses, not the engine's.
+    """
     from peft import LoraConfig, get_peft_model
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoModelForCausalLM
 
+    from verl_opsd.models import kernels
+
     compute = torch.bfloat16 if CUDA else torch.float32
     stored = torch.float32 if mode == "full" else compute
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=stored, attn_implementation="sdpa")
+    if not stock:
+        kernels.install(model, kernels.choose(kernels.Facts.of_this_process()))
     if mode == "lora":
         model = get_peft_model(model, LoraConfig(r=32, lora_alpha=64, target_modules=TARGETS))
         for p in model.parameters():
@@ -145,46 +169,44 @@ def plain_step(path: Path, mode: str, context: int) -> Callable[[], float]:
         model.enable_input_require_grads()
     inner = model.get_base_model() if mode == "lora" else model
     inner.gradient_checkpointing_enable({"use_reentrant": False})
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
     if WORLD > 1:
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         for layer in inner.model.layers:
             fully_shard(layer, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
     else:
-        model.to(device)
-    ids, mask = (x.to(device) for x in row(context, inner.config.get_text_config().vocab_size))
-    at = mask[1:].nonzero()[:, 0]
-    count = mask.sum()
-    if WORLD > 1:
-        dist.all_reduce(count)
+        model.to(DEVICE)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-6)
     model.train()
+    vocab = inner.config.get_text_config().vocab_size
 
-    def step() -> float:
-        with torch.autocast(device.type, dtype=compute, enabled=CUDA):
+    def step(context: int) -> float:
+        ids, mask = (x.to(DEVICE) for x in row(context, vocab))
+        at, count = mask[1:].nonzero()[:, 0], mask.sum()
+        if WORLD > 1:
+            dist.all_reduce(count)
+        with torch.autocast(DEVICE.type, dtype=compute, enabled=CUDA):
             logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=at).logits[0]
         loss = nn.functional.cross_entropy(logits.float(), ids[at + 1], reduction="sum") * WORLD / count
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        whole = loss.detach() / WORLD
-        if WORLD > 1:
-            dist.all_reduce(whole)
-        return float(whole)
+        return over_ranks(loss.detach())
 
     return step
 
 
-def measure(make: Callable[[], Callable[[], float]], repeat: int) -> dict[str, Any]:
-    """First loss, median seconds a step after a warm-up, peak bytes; or why it did not run."""
+ARMS = {"engine": make_engine, "plain": make_plain, "stock": functools.partial(make_plain, stock=True)}
+
+
+def measure(step: Callable[[], float], repeat: int) -> dict[str, Any]:
+    """Loss of the first step here, median seconds of the others, peak bytes; or why it did not run."""
     free()
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
     try:
-        step = make()
-        first, seconds = step(), []
+        loss, seconds = step(), []
         for _ in range(repeat):
             if CUDA:
                 torch.cuda.synchronize()
@@ -197,10 +219,18 @@ def measure(make: Callable[[], Callable[[], float]], repeat: int) -> dict[str, A
     except torch.cuda.OutOfMemoryError:
         return {"error": "out of memory"}
     return {
-        "loss": first,
+        "loss": loss,
         "seconds": statistics.median(seconds),
-        "peak": torch.cuda.max_memory_allocated() if CUDA else float("nan"),
+        "peak": torch.cuda.max_memory_allocated() if CUDA else None,
     }
+
+
+def cells(found: dict[str, Any], context: int) -> list[str]:
+    """The measured columns of a row."""
+    if "error" in found:
+        return [found["error"], "", "", ""]
+    peak = "-" if found["peak"] is None else f"{found['peak'] / 1e9:.1f}"
+    return [f"{found['loss']:.4f}", f"{found['seconds']:.2f}", f"{context / found['seconds']:.0f}", peak]
 
 
 def main() -> None:
@@ -208,13 +238,13 @@ def main() -> None:
     p.add_argument("--size", choices=("9b", "tiny"), default="9b" if CUDA else "tiny")
     p.add_argument("--mode", choices=("lora", "full"), default="lora")
     p.add_argument("--contexts", type=int, nargs="+", default=[32768, 65536] if CUDA else [256, 512])
-    p.add_argument("--arms", nargs="+", choices=("engine", "plain"), default=["engine", "plain"])
+    p.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=["engine", "plain", "stock"])
     p.add_argument("--repeat", type=int, default=3)
-    p.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "opsd-sft-benchmark")
-    p.add_argument("--json", type=Path)
+    p.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "opsd-sft-benchmark", help="of the model")
+    p.add_argument("--json", type=Path, help="also write the numbers here, after every row")
     args = p.parse_args()
     if CUDA:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(DEVICE)
     dist.init_process_group("cpu:gloo,cuda:nccl" if CUDA else "gloo")
     path = make_folder(args.size, args.folder)
     device = torch.cuda.get_device_name() if CUDA else f"{platform.processor() or platform.machine()}, no accelerator"
@@ -222,26 +252,22 @@ def main() -> None:
         print(f"{args.size} {args.mode}, {WORLD} x {device}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}")
         print("| context | arm | loss | s a step | tokens/s a device | peak GB a device |\n|---|---|---|---|---|---|")
     results = []
-    for context in args.contexts:
-        for arm in args.arms:
-            make = partial(engine_step if arm == "engine" else plain_step, path, args.mode, context)
-            found = measure(make, args.repeat)
+    for arm in args.arms:
+        free()
+        build = functools.cache(functools.partial(ARMS[arm], path, args.mode))
+        for context in args.contexts:
+            found = measure(lambda build=build, context=context: build()(context), args.repeat)  # type: ignore[misc]
             results.append({"context": context, "arm": arm, **found})
             if RANK == 0:
-                cells = (
-                    [found["error"], "", "", ""]
-                    if "error" in found
-                    else [
-                        f"{found['loss']:.4f}",
-                        f"{found['seconds']:.2f}",
-                        f"{context / found['seconds']:.0f}",
-                        f"{found['peak'] / 1e9:.1f}",
-                    ]
-                )
-                print(f"| {context} | {arm} | " + " | ".join(cells) + " |", flush=True)
-    if RANK == 0 and args.json:
-        args.json.write_text(json.dumps(results))
+                print(f"| {context} | {arm} | " + " | ".join(cells(found, context)) + " |", flush=True)
+                if args.json:
+                    args.json.write_text(json.dumps(results))
+        del build
     dist.destroy_process_group()
+    for context in args.contexts:
+        losses = [r["loss"] for r in results if r["context"] == context and "loss" in r]
+        if losses and max(losses) > 1.01 * min(losses):
+            raise SystemExit(f"at {context} tokens the arms have losses {losses}: they do not compute the same")
 
 
 if __name__ == "__main__":
