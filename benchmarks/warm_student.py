@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -29,8 +30,8 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 from verl_opsd.config import SandboxConfig
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.dataset import load_subset, tree_hash
-from verl_opsd.cooperbench.grading import grade_pair
-from verl_opsd.cooperbench.harness import run_pair
+from verl_opsd.cooperbench.episode import run_episode
+from verl_opsd.cooperbench.grading_pool import GradingPool
 from verl_opsd.cooperbench.identity import harness_identity, identity_string
 from verl_opsd.cooperbench.prepare import load_prepared
 from verl_opsd.cooperbench.types import PairTask
@@ -123,47 +124,23 @@ def play(model: Path, pairs: list[PairTask], run: Path, scripted: bool, seed: in
     builder = VerlTokenBuilder(tokenizer, AutoConfig.from_pretrained(model).model_type)
     parser = VerlReplyParser(tokenizer, contract.tool_parser)
 
-    async def one(pair: PairTask, name: str, executor: ThreadPoolExecutor) -> Episode:
+    async def one(pair: PairTask, name: str, executor: ThreadPoolExecutor, grading: GradingPool) -> Episode:
         script = {f"agent{i + 1}": expert(pair, f) for i, f in enumerate(pair.features)} if scripted else None
         gateway = Gateway(LocalEngine(thread, tokenizer, script), builder, parser, contract)
         sessions = {a: gateway.session(name, a) for a in ("agent1", "agent2")}
-        prepared, started = load_prepared(cache_dir(), pair.repo, pair.task_id), time.time()
-        done = await run_pair(
-            pair,
-            prepared,
-            sessions,
-            contract,
-            work_dir=run / "work",
-            loop=asyncio.get_running_loop(),
-            executor=executor,
-            episode_id=name,
+        prepared = load_prepared(cache_dir(), pair.repo, pair.task_id)
+        episode, fault = await run_episode(
+            pair, prepared, sessions, contract, episode_id=name, work_dir=run / "work", agents=executor, grading=grading
         )
-        patches = [a.patch for a in done.agents]
-        grade = await asyncio.get_running_loop().run_in_executor(executor, lambda: grade_pair(pair, prepared, *patches))
-        return Episode(
-            episode_id=name,
-            repo=pair.repo,
-            task_id=pair.task_id,
-            features=pair.features,
-            split=pair.split,
-            contract_hash=contract.hash,
-            outcome="scored",
-            turns=tuple(t for s in sessions.values() for t in s.records()),
-            agents=done.agents,
-            grade=grade,
-            brief_kinds={},
-            model_version=0,
-            near_benchmark=prepared.near_benchmark,
-            t_start=started,
-            t_end=time.time(),
-            messages=done.messages,
-        )
+        if fault is not None:
+            raise fault
+        return episode
 
     async def every() -> None:
-        with ThreadPoolExecutor(4) as executor:
+        with ThreadPoolExecutor(4) as executor, contextlib.closing(GradingPool(1)) as grading:
             for r in range(repeats):
                 for i, pair in enumerate(pairs):
-                    store.write(await one(pair, f"{pair.split}-{r:05d}-{i:05d}-0", executor))
+                    store.write(await one(pair, f"{pair.split}-{r:05d}-{i:05d}-0", executor, grading))
 
     try:
         asyncio.run(every())

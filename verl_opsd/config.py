@@ -240,10 +240,16 @@ class WorthConfig:
 
 @dataclass(frozen=True)
 class SandboxConfig:
-    """Where agents' commands and hidden tests run. ``allow_unsafe`` permits ``process``, which isolates nothing."""
+    """Where agents' commands and hidden tests run.
+
+    Attributes:
+        allow_unsafe: permits ``process``, which isolates nothing.
+        graders: processes that grade, of each agent-loop worker; null: one for each pair at once, at most half of the processors.
+    """
 
     backend: Literal["bubblewrap", "process", "docker"] = "bubblewrap"
     allow_unsafe: bool = False
+    graders: int | None = None
 
 
 @dataclass(frozen=True)
@@ -494,6 +500,7 @@ def _contradictions(c: OpsdConfig) -> None:
         ("tasks.max_eval", 1),
         ("brief.max_view_tokens", 1),
         ("loss.max_prefix", 1),
+        ("sandbox.graders", 1),
     ):
         value = operator.attrgetter(name)(c)
         if value is not None and value < least:

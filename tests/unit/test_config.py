@@ -65,6 +65,7 @@ def test_wrong_type_or_choice_is_named(path, value):
         {"teacher.kind": "device"},
         {"teacher.path": "somewhere"},
         {"sandbox.backend": "process"},
+        {"sandbox.graders": 0},
         {"contract.sandbox": "docker"},
         {"loss.divergence": "jsd"},
         {"loss.divergence": "skewed_reverse_kl"},

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.identity import identity_string, load_harness
 from verl_opsd.cooperbench.stopping import StopSignal, located
-from verl_opsd.cooperbench.types import PairRun, PairTask, PreparedTask
+from verl_opsd.cooperbench.types import ChatSession, PairRun, PairTask, PreparedTask
 from verl_opsd.errors import OpsdError
 
 if TYPE_CHECKING:
-    from verl_opsd.cooperbench.model import ChatSession
     from verl_opsd.cooperbench.pair import PairPlace
 
 T = TypeVar("T")

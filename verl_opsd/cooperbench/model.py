@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from cooperbench.agents.mini_swe_agent_v2.exceptions import FormatError
 from cooperbench.agents.mini_swe_agent_v2.models.litellm_model import LitellmModel
@@ -15,27 +15,11 @@ from cooperbench.agents.mini_swe_agent_v2.models.utils.actions_toolcall import B
 from jinja2 import StrictUndefined, Template
 
 from verl_opsd.cooperbench.stopping import RunGuard
+from verl_opsd.cooperbench.types import ChatSession
 from verl_opsd.tokens.gateway import Reply, Tools
 from verl_opsd.tokens.records import TurnKind
 
 Message = dict[str, Any]
-
-
-class ChatSession(Protocol):
-    """What an agent needs of its session at the gateway; both methods are called on the event loop."""
-
-    async def chat(self, messages: Sequence[Message], tools: Tools = None, *, kind: TurnKind = "policy") -> Reply:
-        """One model call.
-
-        Raises:
-            ContextOverflow: the prompt and a reply don't fit into the contract's context.
-            InfraFault: the engine failed.
-        """
-        ...
-
-    def mark(self, turn: int, kind: TurnKind) -> None:
-        """Changes the kind of a recorded turn."""
-        ...
 
 
 class GatewayModel(LitellmModel):

@@ -21,13 +21,13 @@ from verl_opsd.cooperbench.agent import PairAgent
 from verl_opsd.cooperbench.environment import SandboxEnvironment
 from verl_opsd.cooperbench.identity import coop_config
 from verl_opsd.cooperbench.messages import process_store
-from verl_opsd.cooperbench.model import ChatSession, GatewayModel
+from verl_opsd.cooperbench.model import GatewayModel
 from verl_opsd.cooperbench.preflight import check_git, check_toolchain
 from verl_opsd.cooperbench.remote import GIT_TIMEOUT_S, PairRemote
 from verl_opsd.cooperbench.sandbox import make_sandbox
 from verl_opsd.cooperbench.sandbox.base import Sandbox, SandboxSpec
 from verl_opsd.cooperbench.stopping import PairStopped, RunGuard, StopSignal
-from verl_opsd.cooperbench.types import PairTask, PreparedTask
+from verl_opsd.cooperbench.types import ChatSession, PairTask, PreparedTask
 from verl_opsd.errors import InfraFault
 from verl_opsd.tokens.records import AgentOutcome
 

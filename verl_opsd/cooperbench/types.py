@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from verl_opsd.tokens.records import AgentOutcome
+from verl_opsd.tokens.boundary import Message
+from verl_opsd.tokens.gateway import Reply, Tools
+from verl_opsd.tokens.records import AgentOutcome, TurnKind
 
 
 @dataclass(frozen=True)
@@ -70,3 +73,20 @@ class PairRun:
     agents: tuple[AgentOutcome, AgentOutcome]
     messages: dict[str, list[dict[str, Any]]]
     seconds: float
+
+
+class ChatSession(Protocol):
+    """What an agent needs of its session at the gateway; both methods are called on the event loop."""
+
+    async def chat(self, messages: Sequence[Message], tools: Tools = None, *, kind: TurnKind = "policy") -> Reply:
+        """One model call.
+
+        Raises:
+            ContextOverflow: the prompt and a reply don't fit into the contract's context.
+            InfraFault: the engine failed.
+        """
+        ...
+
+    def mark(self, turn: int, kind: TurnKind) -> None:
+        """Changes the kind of a recorded turn."""
+        ...

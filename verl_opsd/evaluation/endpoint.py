@@ -6,7 +6,7 @@ No token ids pass here, so nothing of such a run can be trained on; token counts
 from __future__ import annotations
 
 import asyncio
-import time
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,14 +15,18 @@ from typing import Any
 import httpx
 
 from verl_opsd.contract import EvalContract
-from verl_opsd.cooperbench.types import PairRun, PairTask
+from verl_opsd.cooperbench.episode import run_episode
+from verl_opsd.cooperbench.grading_pool import GradingPool
+from verl_opsd.cooperbench.harness import AGENTS
+from verl_opsd.cooperbench.prepare import load_prepared
+from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import InfraFault, OpsdError
 from verl_opsd.evaluation.plan import Progress, episode_id, missing, record_fault
 from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.boundary import Message, canonical
 from verl_opsd.tokens.gateway import ContextOverflow, Reply, Tools
-from verl_opsd.tokens.records import Episode, Grade, TurnKind
+from verl_opsd.tokens.records import TurnKind, TurnRecord
 from verl_opsd.tokens.store import EpisodeStore
 
 #: Tries of a request that the endpoint did not answer, and the seconds before each further one.
@@ -31,7 +35,7 @@ _OVERFLOW = ("context length", "context_length", "maximum context", "too long")
 
 
 class EndpointSession:
-    """One agent's calls (``cooperbench.model.ChatSession``)."""
+    """One agent's calls (``cooperbench.episode.RecordedSession``)."""
 
     def __init__(self, client: httpx.AsyncClient, model: str, contract: EvalContract, pauses: Sequence[float] = PAUSES_S):
         self._client, self._model, self._contract, self._pauses = client, model, contract, pauses
@@ -74,6 +78,10 @@ class EndpointSession:
 
     def mark(self, turn: int, kind: TurnKind) -> None:
         """Nothing is recorded here that has a kind."""
+
+    def records(self) -> tuple[TurnRecord, ...]:
+        """None: no token ids pass here."""
+        return ()
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
         why = ""
@@ -149,77 +157,28 @@ async def run_plan(
     store = EpisodeStore(run.episodes, contract)
     rows = [p for p in pairs for _ in range(seeds)]
     slots, progress = asyncio.Semaphore(contract.concurrency), Progress(store, len(rows))
-    with ThreadPoolExecutor(2 * contract.concurrency) as agents, ThreadPoolExecutor(contract.concurrency) as grading:
+    grading = GradingPool(GradingPool.size(contract.concurrency))
+    with ThreadPoolExecutor(2 * contract.concurrency) as agents, contextlib.closing(grading):
 
         async def one(index: int) -> None:
+            pair = rows[index]
             async with slots:
                 for attempt in range(retries + 1):
-                    episode, detail = await _episode(
-                        rows[index], episode_id(index), contract, session, agents, grading, allow_unsafe, work_dir
+                    episode, fault = await run_episode(
+                        pair,
+                        load_prepared(cache_dir(), pair.repo, pair.task_id),
+                        {agent: session() for agent in AGENTS},
+                        contract,
+                        episode_id=episode_id(index),
+                        work_dir=work_dir,
+                        agents=agents,
+                        grading=grading,
+                        allow_unsafe=allow_unsafe,
                     )
-                    if episode.scored:
+                    if fault is None:
                         break
-                    record_fault(run, episode, attempt, detail)
-                await asyncio.get_running_loop().run_in_executor(grading, run.store_episode, store, episode)
+                    record_fault(run, episode, attempt, str(fault))
+                await asyncio.to_thread(run.store_episode, store, episode)
                 progress.look()
 
         await asyncio.gather(*(one(i) for i in missing(run, store)))
-
-
-async def _episode(
-    pair: PairTask,
-    name: str,
-    contract: EvalContract,
-    session: Callable[[], EndpointSession],
-    agents: ThreadPoolExecutor,
-    grading: ThreadPoolExecutor,
-    allow_unsafe: bool,
-    work_dir: Path,
-) -> tuple[Episode, str]:
-    """One episode, and what its fault says."""
-    from verl_opsd.cooperbench.grading import grade_pair
-    from verl_opsd.cooperbench.harness import AGENTS, run_pair
-    from verl_opsd.cooperbench.prepare import load_prepared
-
-    loop, started = asyncio.get_running_loop(), time.time()
-    done: PairRun | None = None
-    grade: Grade | None = None
-    outcome, detail = "scored", ""
-    prepared = load_prepared(cache_dir(), pair.repo, pair.task_id)
-    try:
-        done = await run_pair(
-            pair,
-            prepared,
-            {agent: session() for agent in AGENTS},
-            contract,
-            work_dir=work_dir,
-            loop=loop,
-            executor=agents,
-            episode_id=name,
-            sandbox_backend=contract.sandbox,
-            allow_unsafe=allow_unsafe,
-        )
-        patches = [a.patch for a in done.agents]
-        settings = {"backend": contract.sandbox, "allow_unsafe": allow_unsafe, "timeout_s": contract.grade_timeout_s}
-        grade = await loop.run_in_executor(grading, lambda: grade_pair(pair, prepared, patches[0], patches[1], **settings))  # type: ignore[arg-type]
-    except InfraFault as fault:
-        outcome, detail = f"infra:{fault.kind}", str(fault)
-    episode = Episode(
-        episode_id=name,
-        repo=pair.repo,
-        task_id=pair.task_id,
-        features=pair.features,
-        split=pair.split,
-        contract_hash=contract.hash,
-        outcome=outcome,
-        turns=(),
-        agents=() if done is None else done.agents,
-        grade=grade,
-        brief_kinds={},
-        model_version=-1,
-        near_benchmark=prepared.near_benchmark,
-        t_start=started,
-        t_end=time.time(),
-        messages={} if done is None else done.messages,
-    )
-    return episode, detail

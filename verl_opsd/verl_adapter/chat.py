@@ -178,3 +178,10 @@ class VerlReplyParser:
 
 def _list(tools: Tools) -> list[dict[str, Any]] | None:
     return [dict(tool) for tool in tools] if tools else None
+
+
+def model_type_of(path: str) -> str:
+    """The root ``model_type`` of a model folder or hub name."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path).model_type

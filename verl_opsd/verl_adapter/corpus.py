@@ -97,7 +97,7 @@ def pair_of(opsd: OpsdConfig, episode: Episode) -> PairTask:
 
 def enqueue(trainer: Any) -> None:
     """Puts every episode's rows into TransferQueue as a finished prompt, as verl's agent-loop worker would."""
-    from verl_opsd.verl_adapter.agent_loop import episode_outputs
+    from verl_opsd.verl_adapter.episode_rows import episode_outputs
 
     for n, episode in enumerate(episodes(trainer.opsd)):
         uid = f"corpus{n:06d}"

@@ -47,8 +47,7 @@ def tokenizer_checks(model: str, contract: EvalContract) -> Iterator[Finding]:
     """Chat template, reasoning, tool parser, end tokens."""
     from transformers import AutoTokenizer
 
-    from verl_opsd.verl_adapter.agent_loop import model_type_of
-    from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder
+    from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder, model_type_of
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     try:
@@ -213,8 +212,7 @@ def endpoint_checks(
 async def _endpoint(engine: EndpointEngine, model: str, contract: EvalContract, adapter: str | None) -> AsyncIterator[Finding]:
     from transformers import AutoTokenizer
 
-    from verl_opsd.verl_adapter.agent_loop import model_type_of
-    from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder
+    from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder, model_type_of
 
     try:
         cards = {card["id"]: card for card in (await engine.get("/models"))["data"]}

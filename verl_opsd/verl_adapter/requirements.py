@@ -168,8 +168,7 @@ def check_chat(opsd: OpsdConfig, student_path: str) -> None:
     """
     from transformers import AutoTokenizer
 
-    from verl_opsd.verl_adapter.agent_loop import model_type_of
-    from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder
+    from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder, model_type_of
 
     tokenizer = AutoTokenizer.from_pretrained(student_path)
     VerlTokenBuilder(tokenizer, model_type_of(student_path))

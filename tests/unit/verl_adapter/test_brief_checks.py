@@ -156,7 +156,7 @@ def episode(student: str, patch: str, reply_tokens: int = 5, split: str = "train
 
 
 def rows(opsd: OpsdConfig, made: Episode, tokenizer: object) -> list:
-    from verl_opsd.verl_adapter.agent_loop import episode_outputs
+    from verl_opsd.verl_adapter.episode_rows import episode_outputs
 
     pair = dataclasses.replace(PAIRS[0], split=made.split)
     return [o for o in episode_outputs(opsd, pair, made, tokenizer) if any(o.response_mask)]

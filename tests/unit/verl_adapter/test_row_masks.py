@@ -29,7 +29,7 @@ def tokenizer() -> Any:
 
 def row(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, **loss: Any) -> dict[str, torch.Tensor]:
     """The row of the one branch, under a loss."""
-    from verl_opsd.verl_adapter.agent_loop import episode_outputs
+    from verl_opsd.verl_adapter.episode_rows import episode_outputs
 
     monkeypatch.setenv("OPSD_RUN_DIR", str(tmp_path))
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
