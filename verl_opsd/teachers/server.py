@@ -55,6 +55,7 @@ class ServerTeacher:
 
     Attributes:
         name: in telemetry. top_k: most probable tokens a position; 0: the given token alone.
+        positions: that it has scored so far. floored: those whose tail rounding hid, which is taken as 2^-24.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class ServerTeacher:
         self._url = url.rstrip("/").removesuffix("/v1")
         self._client, self._requests = client, requests
         self.found: Capabilities | None = None
+        self.positions = self.floored = 0
 
     @property
     def voice(self) -> Voice:
@@ -152,7 +154,11 @@ class ServerTeacher:
     async def _score_pass(self, model: str, p: Pass) -> Signal:
         end = int(p.index_N.max()) + 2 if len(p.index_N) else 1  # nothing behind the last scored token is asked for
         reply = await self._logprobs(model, p.ids_T[:end].tolist())
-        return self._signal(reply, p.index_N, p.ids_T[p.index_N + 1])
+        signal = self._signal(reply, p.index_N, p.ids_T[p.index_N + 1])
+        assert signal.tail_N is not None
+        self.positions += len(signal.tail_N)
+        self.floored += int((signal.tail_N == torch.tensor(math.log(TAIL_FLOOR))).sum())
+        return signal
 
     async def _logprobs(self, model: str, ids: list[int]) -> list[Any]:
         """For each id the server's log-probabilities at its place; the first has none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,8 +97,11 @@ def check_views(opsd: OpsdConfig, longest_brief: int, positions: int | None) -> 
         )
 
 
-def check_worth(opsd: OpsdConfig) -> tuple[bool, str]:
+def check_worth(opsd: OpsdConfig, audits: Sequence[Audit]) -> tuple[bool, str]:
     """The worth-distilling gate (``teachers.worth``), on wherever a brief is distilled.
+
+    Args:
+        audits: of this run's briefs; a matrix that calls a leaking brief answer-free does not help it.
 
     Returns:
         whether it passed, and the detail for ``evidence.jsonl``.
@@ -112,6 +116,9 @@ def check_worth(opsd: OpsdConfig) -> tuple[bool, str]:
     failed = ["no teacher matrix was measured"]
     if gate.matrix is not None:
         failed = [c.name for c in worth(read_matrix(Path(gate.matrix).expanduser()), name) if not c.passed]
+    leaking = [a for a in audits if not a.answer_free]
+    if leaking:
+        failed.append(f"this run's audit: {len(leaking)} of {len(audits)} briefs are not answer-free")
     if failed and gate.override is None:
         raise OpsdError(
             f"brief {name} is not shown to be worth distilling: {'; '.join(failed)}",

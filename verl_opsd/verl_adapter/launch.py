@@ -262,7 +262,7 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     for pair in train + evaluation:
         actor_briefs(opsd.actor_brief, pair)
     briefs = check_briefs(opsd, taught, model_path)
-    worth = None if opsd.brief.name == "none" else check_worth(opsd)  # the identity arm distils nothing
+    worth = None if opsd.brief.name == "none" else check_worth(opsd, briefs.audits)  # the identity arm distils nothing
     resume.check(run, contract, plain_config(config))
     check_siblings(run, contract, opsd.varies)
     if opsd.predictions is not None:

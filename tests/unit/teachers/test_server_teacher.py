@@ -170,3 +170,21 @@ def test_tail_that_rounding_hides(path: Path) -> None:
     teacher = ServerTeacher("http://x", "m", "t", 1, V)
     assert teacher._tail(1.0000001, 2) == pytest.approx(math.log(2.0**-24))
     assert teacher._tail(0.75, 2) == pytest.approx(math.log(0.25)) and teacher._tail(0.9999999, V) == -math.inf
+
+
+def test_hidden_tails_are_counted(path: Path) -> None:
+    """Of three scored positions two, whose kept tokens have all the mass that float32 tells; what the probe saw does not count."""
+
+    def entry(sampled: float, other: float) -> dict[str, Any]:
+        return {"5": {"logprob": math.log(sampled)}, "7": {"logprob": math.log(other)}}
+
+    class Told(ServerTeacher):
+        async def _logprobs(self, model: str, ids: list[int]) -> list[Any]:
+            return [None, entry(0.75, 0.25), entry(0.5, 0.25), entry(1e-30, 1.0)]
+
+    teacher = Told("http://x", "m", "t", 1, V)
+    p = Pass(0, torch.arange(3), torch.full((4,), 5), torch.arange(3))
+    signal = asyncio.run(teacher._score_pass("m", p))
+    assert signal.tail_N is not None
+    assert signal.tail_N.tolist() == pytest.approx([math.log(2.0**-24), math.log(0.25), math.log(2.0**-24)])
+    assert (teacher.positions, teacher.floored) == (3, 2)

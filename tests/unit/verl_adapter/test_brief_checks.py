@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from verl_opsd.cooperbench.dataset import POCKET_DIR, load_subset
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import ensure_tiny
 from verl_opsd.paths import cache_dir
-from verl_opsd.privilege import Section, ViewTooLong, compose, register_brief
+from verl_opsd.privilege import Audit, Material, Section, ViewTooLong, audit, compose, register_brief
 from verl_opsd.privilege import briefs as registry
 from verl_opsd.privilege.workflows import draft, file_name
 from verl_opsd.rundir import RunDir
@@ -231,9 +232,9 @@ def test_evaluation_rows_carry_no_brief(student, tmp_path):
 SEEDS = str(Path(__file__).parents[1] / "teachers" / "seeds_matrix.json")
 
 
-def worth_of(brief: str, **worth: str) -> tuple[bool, str]:
+def worth_of(brief: str, audits: Sequence[Audit] = (), **worth: str) -> tuple[bool, str]:
     opsd = config({"name": brief, "allow_answer": True})
-    return check_worth(dataclasses.replace(opsd, worth=WorthConfig(**worth)))
+    return check_worth(dataclasses.replace(opsd, worth=WorthConfig(**worth)), audits)
 
 
 def test_a_teacher_that_was_not_measured_is_not_distilled():
@@ -262,6 +263,10 @@ def test_a_teacher_that_is_worth_it_passes(tmp_path):
     file.write_text(json.dumps(values))
     assert worth_of("peer_spec", matrix=str(file)) == (True, "peer_spec: all conditions")
     assert worth_of("peer_spec", matrix=str(file), override="not needed at all") == (True, "peer_spec: all conditions")
+    leaking = audit(compose(Section("hint", "guidance", "Put it at line 61.")), Material())
+    clean = audit(compose(Section("hint", "guidance", "Talk first.")), Material())
+    with pytest.raises(OpsdError, match="this run's audit: 1 of 2 briefs are not answer-free"):
+        worth_of("peer_spec", [clean, leaking], matrix=str(file))
 
 
 def test_an_override_is_no_verdict(tmp_path):
