@@ -42,8 +42,8 @@ class ScoringEngine(WeightsEngine):
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
         """verl's; packed rows also say where they begin, for linear attention and :mod:`verl_opsd.models.attention`."""
         model_inputs, output_args = super().prepare_model_inputs(micro_batch=micro_batch)
-        own = self.use_ulysses_sp or hasattr(self.module.config, "vision_config")  # verl says it there in its own way
-        if not own and model_inputs["attention_mask"] is None:
+        multimodal = hasattr(self.module.config, "vision_config")  # verl says it there in its own way
+        if not multimodal and model_inputs["attention_mask"] is None:
             bounds = micro_batch["input_ids"].offsets().to(model_inputs["input_ids"].device, torch.int64)
             if output_args["pad_size"]:
                 bounds = torch.cat([bounds, bounds[-1:] + output_args["pad_size"]])

@@ -77,6 +77,8 @@ class WeightsEngine(FSDPEngineWithLMHead):
                 module.set_attn_implementation(attention.ATTENTION)  # transformers' would build a mask over all packed rows
             print(f"kernels: {choice}; attention: {module.config._attn_implementation}", flush=True)
         kernels.install(module, choice)
+        if self.engine_config.ulysses_sequence_parallel_size > 1:
+            ulysses.share_sequences(module)
         return module
 
     def _build_lora_module(self, module: nn.Module) -> Any:

@@ -1,10 +1,11 @@
 """Ulysses sequence parallelism: an attention that is right under it without flash attention, and the head's work split by position.
 
 Each rank of a sequence-parallel group holds one slice of a packed sequence. Attention exchanges heads for positions, so every rank sees
-whole sequences of some heads; the vocabulary head works on the loss positions of its own slice, whose teacher signal may come from
+whole sequences of some heads; a layer of gated linear attention, whose state runs along the sequence, sees all of it on every rank and
+keeps the rank's slice; the vocabulary head works on the loss positions of its own slice, whose teacher signal may come from
 another rank's slice (student's and teacher's sequences differ in length), and per-position values are gathered again.
 
-Suffixes: B batch, A heads, T tokens of the packed sequence, D head dimension, N loss positions, V vocabulary.
+Suffixes: B batch, A heads, T tokens of the packed sequence, D head dimension, N loss positions, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from verl.utils.ulysses import (
@@ -27,6 +28,7 @@ from verl.utils.ulysses import (
 from verl_opsd.distill.head import HeadResult, HeadTask
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.attention import bounds_of, causal
+from verl_opsd.models.gated_delta import GatedDeltaNet
 
 #: ``attn_implementation`` of :func:`ulysses_sdpa`.
 ATTENTION = "ulysses_sdpa"
@@ -73,6 +75,47 @@ def register() -> None:
 def is_right(attention: str | None) -> bool:
     """Whether an attention sees whole sequences under sequence parallelism: verl's patched flash attention, and ours."""
     return str(attention).startswith("flash_attention") or attention == ATTENTION
+
+
+class _Whole(torch.autograd.Function):
+    """[1, T, H] from the slices [1, T / ranks, H] of a group's ranks, each of which uses the whole for its own part of the loss: a slice's
+    gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.length = group, part.shape[1]
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.narrow(1, dist.get_rank(ctx.group) * ctx.length, ctx.length), None
+
+
+class SharedDeltaNet(GatedDeltaNet):
+    """Gated linear attention over the whole sequence on every rank of a group, which keeps its slice: right for any number of heads; its
+    products are not shared between the ranks. By a class swap (:func:`share_sequences`)."""
+
+    def forward(
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """[1, T / ranks, H]; where packed sequences begin is told for the whole, as :class:`GatedDeltaNet` is."""
+        if get_ulysses_sequence_parallel_world_size() == 1:
+            return super().forward(hidden_states, cache_params, attention_mask, **kwargs)
+        group, length = get_ulysses_sequence_parallel_group(), hidden_states.shape[1]
+        whole_1TH = _Whole.apply(hidden_states, group)
+        out_1TH = super().forward(whole_1TH, cache_params, attention_mask, **kwargs)
+        return out_1TH.narrow(1, dist.get_rank(group) * length, length)
+
+
+def share_sequences(model: nn.Module) -> None:
+    """Makes a model's layers of gated linear attention right under sequence parallelism; after their kernels are chosen."""
+    for m in model.modules():
+        if type(m) is GatedDeltaNet:
+            m.__class__ = SharedDeltaNet
 
 
 def local_task(task: HeadTask, start: int, length: int) -> tuple[HeadTask, Tensor]:

@@ -5,7 +5,21 @@ from __future__ import annotations
 import cpu_platform  # noqa: F401
 import torch
 from cases_parity import kept_reference, reward_reference, rewarded_rows
-from ranks import ADAPTER, INITIAL, MODELS, WORLD, all_rows, build, compare, copy_into, gathered, means, one_step, set_params
+from ranks import (
+    ADAPTER,
+    INITIAL,
+    MODELS,
+    WORLD,
+    all_rows,
+    build,
+    compare,
+    copy_into,
+    gathered,
+    means,
+    mine,
+    one_step,
+    set_params,
+)
 from tiny import batch, eager, reference_model
 
 from verl_opsd.distill.policy import PpoClip
@@ -75,3 +89,28 @@ def case_sequence_parallel() -> dict:
     for name, shift in (("identity", 0), ("shifted", 1)):
         out[name] = means(checks.control(engine, batch(_rows()), ADAPTER, "own", shift)["value_divergence"])
     return out
+
+
+def case_shared_sequences() -> dict:
+    """All ranks share every sequence, for plain and for hybrid layers: against eager full logits in float32, and against one rank a sequence
+    in bfloat16; and hybrid layers that see their own slice alone."""
+    out: dict = {}
+    together = dict(attention="ulysses_sdpa", ulysses_sequence_parallel_size=WORLD)
+    for name in ("untied", "hybrid"):
+        engine = build(name, checkpointing=True, **together)
+        student = reference_model(f"{MODELS}/{name}", True)
+        copy_into(student, engine)
+        want = eager(student, None, all_rows(), True)
+        for micro in (1, 2):
+            out[f"{name}-{micro}"] = compare(_step(engine, ADAPTER, all_rows(), micro=micro), want)
+        out[f"{name}-check"] = {c["name"]: c["value"] for c in checks.startup_checks(engine, ADAPTER)}["sequence_parallel"]
+        one = one_step(build(name, attention="ulysses_sdpa", dtype="bf16"), batch(mine(all_rows()), micro=1), ADAPTER)
+        shared = _step(build(name, dtype="bf16", **together), ADAPTER, all_rows(), micro=1)
+        out[f"{name}-bf16"] = {"loss": abs(shared["loss"] - one["loss"]), "value": one["loss"]}
+    share, ulysses.share_sequences = ulysses.share_sequences, lambda model: None
+    try:
+        blind = build("hybrid", **together)
+        found = {c["name"]: c for c in checks.startup_checks(blind, ADAPTER)}["sequence_parallel"]
+    finally:
+        ulysses.share_sequences = share
+    return out | {"blind": {"value": found["value"], "stops": found["fatal"] and not found["passed"]}}

@@ -107,9 +107,10 @@ def measured(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         return out
 
     def get(world: int, case: str) -> dict:
-        key = world if case in CASES[world] else case
+        together = case in CASES.get(world, ())
+        key = world if together else (world, case)
         if key not in done:
-            done[key] = run(world, CASES[world] if key == world else (case,))
+            done[key] = run(world, CASES[world] if together else (case,))
         assert case in done[key], done[key]["log"]
         assert "traceback" not in done[key][case], done[key][case]["traceback"]
         return done[key][case]
@@ -254,6 +255,20 @@ def test_sequence_parallel_ranks_split_the_loss_positions(measured: Any) -> None
     found = measured(2, "sequence_parallel")
     assert sum(found["split"]["each"]) == found["split"]["all"] and min(found["split"]["each"]) > 0
     assert found["checks"]["layout"] < 1e-4
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_any_number_of_ranks_may_share_every_sequence(measured: Any, world: int) -> None:
+    """Plain and hybrid (gated linear attention) layers."""
+    found = measured(world, "shared_sequences")
+    for model in ("untied", "hybrid"):
+        for micro in (1, 2):
+            step = found[f"{model}-{micro}"]
+            assert step["missing"] == [] and step["mean"] > 0.1
+            assert step["loss"] < 1e-5 and step["divergence"] < 1e-5 and step["grad"] < GRADIENT, (model, micro, step)
+        assert found[f"{model}-check"] <= 1e-4
+        assert found[f"{model}-bf16"]["loss"] < 1e-3 < found[f"{model}-bf16"]["value"], found[f"{model}-bf16"]
+    assert found["blind"]["stops"] and found["blind"]["value"] > 1e-2  # a state that starts anew at each slice
 
 
 # ---- a device teacher --------------------------------------------------------------------------------------------------
