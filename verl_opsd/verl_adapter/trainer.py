@@ -57,6 +57,8 @@ from verl_opsd.verl_adapter.worker import OpsdWorker
 
 #: Per-position values that the engine reports; saved as telemetry, never averaged by verl.
 TELEMETRY = "opsd/"
+#: Seconds in which Ray learns that a process has died, after another one has seen it.
+DEATH_S = 10.0
 
 
 def loss_of(opsd: OpsdConfig, lora: bool, clip: PpoClip) -> OpsdLoss:
@@ -110,6 +112,7 @@ class OpsdTrainer(PPOTrainerSync):
 
     resource_pool_manager: ResourcePoolManager
     agent_loops: ActorWatch
+    ranks: ActorWatch
 
     def __init__(self, config: Any):
         self.opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
@@ -135,7 +138,8 @@ class OpsdTrainer(PPOTrainerSync):
         wait = buffer._wait_for_next_poll
 
         def watched(*args: Any) -> float:
-            self.agent_loops.require()
+            self.agent_loops.require_alive()
+            self.ranks.require_alive(" while episodes were played")
             if self.progress is not None:
                 self.progress.look()
             return wait(*args)
@@ -159,6 +163,11 @@ class OpsdTrainer(PPOTrainerSync):
 
     def on_init_end(self) -> None:
         """Starts the teachers that are other models, sets the loss, runs the start-up checks, publishes and checks what was published."""
+        self.ranks = ActorWatch(
+            self.actor_rollout_wg.workers,
+            "student rank",
+            "the weights are spread over all ranks, and the others would wait for it; nothing of this round is trained on",
+        )
         self._resume()
         if models_of(self.opsd):
             pools = self.resource_pool_manager.resource_pool_dict
@@ -191,10 +200,15 @@ class OpsdTrainer(PPOTrainerSync):
 
     def fit(self, agent_loop_manager: Any) -> None:
         """Trains, exports the adapter and writes the report; the report also when only evaluation was asked for."""
-        self.agent_loops = ActorWatch(agent_loop_manager.agent_loop_workers, "agent-loop worker")
+        self.agent_loops = ActorWatch(
+            agent_loop_manager.agent_loop_workers,
+            "agent-loop worker",
+            "its unfinished episodes are lost with it, and verl would wait for them for ever",
+        )
         with self.run_dir.stage(0, "start", started=self.run_dir.started()):
             pass  # it ends here: workers run, models are loaded, start-up checks have passed
-        super().fit(agent_loop_manager)
+        with self._naming_deaths():
+            super().fit(agent_loop_manager)
         if self.config.trainer.save_freq <= 0 and not self.config.trainer.val_only:
             self._export_adapter(self.total_training_steps)
         check_tasks_unchanged(self.run_dir)
@@ -245,6 +259,17 @@ class OpsdTrainer(PPOTrainerSync):
                 canary.check(self.run_dir, self.global_steps - every + 1, self.global_steps, limits)
         self._collecting = False
         self._finish_stage("collect")
+
+    @contextmanager
+    def _naming_deaths(self) -> Iterator[None]:
+        """A rank that died, as one error: where another rank's broken exchange was reported first, too."""
+        try:
+            yield
+        except OpsdError:
+            raise
+        except Exception:
+            self.ranks.require_alive(f" in round {self.global_steps}", wait_s=DEATH_S)
+            raise
 
     @contextmanager
     def _naming_faults(self, split: str) -> Iterator[None]:

@@ -1,13 +1,21 @@
-"""Whether the processes that episodes run in are still there. verl starts an episode and never looks again."""
+"""Whether the processes that a run consists of are still there. verl starts an episode and never looks again; a rank that dies in the middle
+of an update shows itself as another rank's broken exchange, or not at all."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 from verl_opsd.errors import OpsdError
+
+#: What to do after a death.
+WAY_OUT = (
+    "read the output above and the memory of the host and its devices; start again with the same hydra.run.dir to go on from the last "
+    "checkpoint: stored episodes are kept, the round is run again"
+)
 
 
 class ActorWatch:
@@ -16,27 +24,34 @@ class ActorWatch:
     Args:
         actors: handles.
         what: what they are, for the error.
+        rule: what is lost with one of them, for the error.
     """
 
-    def __init__(self, actors: Sequence[Any], what: str):
-        self._actors, self._what = list(actors), what
+    def __init__(self, actors: Sequence[Any], what: str, rule: str):
+        self._actors, self._what, self._rule = list(actors), what, rule
         self._pings: list[Any] = [a.__ray_ready__.remote() for a in self._actors]
 
-    def require(self) -> None:
+    def require_alive(self, doing: str = "", wait_s: float = 0.0) -> None:
         """
+        Args:
+            doing: what the run was doing, for the error.
+            wait_s: seconds in which a death may show itself.
+
         Raises:
             OpsdError: an actor has died since this was called last, or before.
         """
-        for i, actor in enumerate(self._actors):
-            if not ray.wait([self._pings[i]], timeout=0)[0]:
-                continue  # busy, or not started yet
-            try:
-                ray.get(self._pings[i])
-            except ray.exceptions.RayActorError as error:
-                raise OpsdError(
-                    f"{self._what} {i} has died: {str(error).splitlines()[0]}",
-                    "its unfinished episodes are lost with it, and verl would wait for them for ever",
-                    "read the output above and the memory of the host; start again with the same hydra.run.dir to go on from the "
-                    "last checkpoint: stored episodes are kept, the round is run again",
-                ) from error
-            self._pings[i] = actor.__ray_ready__.remote()
+        until = time.monotonic() + wait_s
+        while True:
+            for i, actor in enumerate(self._actors):
+                if not ray.wait([self._pings[i]], timeout=0)[0]:
+                    continue  # busy, or not started yet
+                try:
+                    ray.get(self._pings[i])
+                except ray.exceptions.RayActorError as error:
+                    raise OpsdError(
+                        f"{self._what} {i} has died{doing}: {str(error).splitlines()[0]}", self._rule, WAY_OUT
+                    ) from error
+                self._pings[i] = actor.__ray_ready__.remote()
+            if time.monotonic() >= until:
+                return
+            time.sleep(0.2)

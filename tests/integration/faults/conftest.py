@@ -81,6 +81,19 @@ class Job:
     def actor(self, name: str) -> psutil.Process | None:
         return next((p for p, line in self.watch().items() if line.startswith(f"ray::{name}") and p.is_running()), None)
 
+    def ranks(self, doing: str = "") -> list[psutil.Process]:
+        """Processes of the student's ranks; ``doing``: those that run this method now."""
+        title = re.compile(rf"ray::\w*WorkerDict\S*{doing}")
+        self.watch()
+        found = []
+        for p in self.seen:
+            try:
+                if title.match(" ".join(p.cmdline())):
+                    found.append(p)
+            except psutil.Error:
+                continue
+        return sorted(found, key=lambda p: p.pid)
+
     def alive(self, ours: bool) -> list[str]:
         """Processes of the run that are still there: ours (actors, sandboxes), or all."""
         here = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -100,3 +101,44 @@ def test_stopped_in_the_middle_of_an_episode(job: Callable[..., Job], how: str):
     if how == "AgentLoopWorker":
         assert "error: agent-loop worker 0 has died" in run.text()
     run.require_clean()
+
+
+@pytest.mark.slow
+def test_a_student_rank_that_dies_stops_the_run_which_resumes(job: Callable[..., Job]):
+    """Two ranks: one is killed in the middle of an update, then one while episodes are played; then the run goes on to its end."""
+    script = {FIRST: BOTH, SECOND: BOTH, EVALUATED: BOTH}
+    slow = script | {FIRST: {"agent1": [SLOW, LOOK], "agent2": [SLOW, LOOK]}}
+    keys = ["trainer.n_gpus_per_node=2", "trainer.total_training_steps=2", "trainer.save_freq=1"]
+    keys += ["opsd.loss.epochs=20", "opsd.contract.command_timeout_s=30"]
+
+    def died(run: Job, doing: str) -> None:
+        started = time.monotonic()
+        wait_for(lambda: run.watch() and run.process.poll() is not None, 120, f"end of the run {doing}")
+        print(f"a rank killed {doing}: the command ended after {time.monotonic() - started:.1f} s, load {load():.1f}")
+        assert run.process.returncode == 1
+        assert re.search(rf"error: student rank [01] has died {doing}", run.text()), run.text()[-5000:]
+        assert "way out: read the output above" in run.text() and not (run.run / "report.json").exists()
+        run.require_clean()
+
+    first = job(script, *keys)
+    wait_for(lambda: (first.run / "stages" / "0002-collect.json").exists(), START_S * 2, "episodes of round 2", first)
+    updating = wait_for(lambda: first.ranks("update_actor"), 60 * load(), "update", first)
+    updating[-1].kill()
+    died(first, "in round 2")
+    assert (first.run / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+    second = job(slow, *keys)
+    wait_for(lambda: in_an_episode(second), START_S, "command of an agent", second)
+    idle = second.ranks()
+    assert len(idle) == 2
+    idle[0].kill()
+    died(second, "while episodes were played")
+
+    third = job(script, *keys)
+    wait_for(lambda: third.watch() and third.process.poll() is not None, START_S, "end of the run")
+    assert third.process.returncode == 0, third.text()[-5000:]
+    report = json.loads((third.run / "report.json").read_text())
+    assert len(report["loss_by_round"]) == 2 and report["train"]["episodes"]["scored"] == 4
+    resumed = [json.loads(x) for x in (third.run / "evidence.jsonl").read_text().splitlines() if '"resume"' in x]
+    assert [r["value"] for r in resumed] == [1, 1]
+    third.require_clean()

@@ -33,15 +33,26 @@ class Actor:
 def test_death_is_found_and_being_busy_is_not():
     actors = [Actor.remote() for _ in range(3)]
     pids = ray.get([a.pid.remote() for a in actors])
-    watch = ActorWatch(actors, "agent-loop worker")
+    watch = ActorWatch(actors, "agent-loop worker", "its episodes are lost")
     actors[0].sleep.remote()
     for _ in range(5):
-        watch.require()
+        watch.require_alive()
         time.sleep(0.1)
     os.kill(pids[2], signal.SIGKILL)
     deadline = time.monotonic() + 30
-    with pytest.raises(OpsdError, match="agent-loop worker 2 has died") as caught:
-        while time.monotonic() < deadline:
-            watch.require()
-            time.sleep(0.1)
-    assert "way out: read the output above" in str(caught.value)
+    with pytest.raises(OpsdError, match="agent-loop worker 2 has died in round 3") as caught:
+        watch.require_alive(" in round 3", wait_s=30)  # others may learn of it before Ray does
+    assert time.monotonic() < deadline
+    assert "rule: its episodes are lost" in str(caught.value) and "way out: read the output above" in str(caught.value)
+
+
+def test_a_call_that_waits_for_all_ends_with_the_first_death():
+    """Ranks that wait for a dead one in an exchange may wait for long: the driver does not wait for them."""
+    actors = [Actor.remote() for _ in range(2)]
+    pids = ray.get([a.pid.remote() for a in actors])
+    calls = [a.sleep.remote() for a in actors]
+    started = time.monotonic()
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(calls)
+    assert time.monotonic() - started < 30
