@@ -309,7 +309,7 @@ class OpsdConfig:
     """
 
     recipe: str
-    scale: Literal["local", "smollm", "gpu1", "gpu2", "gpu8"]
+    scale: Literal["local", "smollm", "cpu8", "gpu1", "gpu2", "gpu8"]
     mode: Literal["online", "offline", "evaluate"]
     tasks: TasksConfig
     brief: BriefConfig

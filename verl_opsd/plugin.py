@@ -30,7 +30,8 @@ def register_resolvers() -> None:
 
     ``opsd_scale``: name of the scale that fits the hardware. ``opsd_student``: folder of an embedded student. ``opsd_slots``: device
     slots of a run without accelerators, student ranks plus teacher workers. ``opsd_student_devices``: devices of a scale that teacher
-    workers leave to the student. ``opsd_threads``: threads of a process when so many share this host's
+    workers leave to the student. ``opsd_teacher_devices``: those that a device teacher takes of a scale. ``opsd_round``: the least
+    multiple of the student's ranks that is not below a number of pairs. ``opsd_threads``: threads of a process when so many share this host's
     cores. ``opsd_ray_tmp``: a new short directory for Ray's session, removed after the run. ``opsd_start``: time of the start, the same
     for all ranks that one torchrun has started. ``opsd_port``: torchrun's port, or a free one.
     """
@@ -40,6 +41,8 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("opsd_student", _student_path, replace=True)
     OmegaConf.register_new_resolver("opsd_slots", lambda n, teacher: n + _teacher_devices(teacher), replace=True)
     OmegaConf.register_new_resolver("opsd_student_devices", lambda n, teacher: n - _teacher_devices(teacher), replace=True)
+    OmegaConf.register_new_resolver("opsd_teacher_devices", _devices_of_a_teacher, replace=True)
+    OmegaConf.register_new_resolver("opsd_round", lambda pairs, ranks: -(-pairs // max(1, ranks)) * max(1, ranks), replace=True)
     OmegaConf.register_new_resolver(
         "opsd_threads", lambda processes: max(1, len(os.sched_getaffinity(0)) // processes), replace=True
     )
@@ -52,6 +55,12 @@ def _teacher_devices(teacher: Any) -> int:
     """Device slots of the workers of the section ``opsd.teacher``, its members' included."""
     models = list(teacher.members.values()) if teacher.kind == "routed" else [teacher]
     return sum(int(m.get("devices", 1)) for m in models if m.kind == "device")
+
+
+def _devices_of_a_teacher(scale: str) -> int:
+    """Half of the devices that the scale's name ends with, as ``opsd plan`` lays a pair out; 1 where it names none."""
+    number = scale.lstrip("abcdefghijklmnopqrstuvwxyz")
+    return max(1, int(number) // 2) if number else 1
 
 
 def _scale_from_hardware() -> str:

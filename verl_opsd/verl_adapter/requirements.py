@@ -82,7 +82,8 @@ def check_hardware(config: DictConfig, opsd: OpsdConfig) -> None:
         raise OpsdError(
             f"scale={opsd.scale} on a host with {have} accelerators",
             f"this scale needs {need}: {student} for the student, {teacher} for the teacher",
-            "leave scale out (it is chosen from the hardware), or use a Ray cluster that has them (trainer.nnodes)",
+            "leave scale out (it is chosen from the hardware), rehearse the layout of eight without them (scale=cpu8), or use a Ray "
+            "cluster that has them (trainer.nnodes)",
         )
 
 

@@ -11,10 +11,12 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
+from verl_opsd.cli.plan import shape_of
 from verl_opsd.config import OpsdConfig
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import make_tiny
 from verl_opsd.paths import conf_dir
+from verl_opsd.planning import planner
 from verl_opsd.plugin import register_resolvers
 from verl_opsd.verl_adapter.requirements import check_hardware
 from verl_opsd.verl_adapter.teacher_checks import check_teachers
@@ -43,8 +45,8 @@ TEACHER = ("teacher=device", "opsd.teacher.path=somewhere")
         (("scale=gpu2",), 2, 0, 8),
         (("scale=gpu8",), 8, 0, 8),
         (("scale=gpu2", *TEACHER), 1, 1, 8),
-        (("scale=gpu8", *TEACHER), 7, 1, 7),
-        (("scale=gpu8", *TEACHER, "opsd.teacher.devices=2"), 6, 2, 6),
+        (("scale=gpu8", *TEACHER), 4, 4, 8),
+        (("scale=gpu8", *TEACHER, "opsd.teacher.devices=2"), 6, 2, 12),
     ],
 )
 def test_devices_of_a_scale(
@@ -65,6 +67,23 @@ def test_devices_of_a_scale(
                 check_hardware(config, opsd)
 
 
+def test_eight_devices_are_laid_out_as_the_planner_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the context of the scale's own contract, on the device that the recipe is for; the rehearsal has the same layout."""
+    config, opsd = composed(monkeypatch, "scale=gpu8", *TEACHER)
+    student, teacher = shape_of("qwen3.5-9b"), shape_of("qwen3.5-27b")
+    rank, context = config.actor_rollout_ref.model.lora_rank, opsd.contract.context_length
+    found = [
+        planner.estimate(student, teacher, layout, planner.DEVICES["H100"], context, rank, 4096, planner.PART)
+        for layout in planner.layouts(8)
+    ]
+    chosen = planner.best(found).layout
+    assert (config.trainer.n_gpus_per_node, opsd.teacher.devices) == (chosen.student, chosen.teacher)
+    rehearsal, its = composed(monkeypatch, "scale=cpu8", *TEACHER)
+    for key in ("trainer.n_gpus_per_node", "data.train_batch_size", "trainer.save_freq", "actor_rollout_ref.actor.strategy"):
+        assert OmegaConf.select(rehearsal, key) == OmegaConf.select(config, key)
+    assert its.teacher.devices == opsd.teacher.devices and rehearsal.ray_kwargs.ray_init.num_gpus == 8
+
+
 @pytest.mark.parametrize("overrides", [("scale=gpu1", *TEACHER), ("scale=gpu2", *TEACHER, "opsd.teacher.devices=2")])
 def test_no_device_left_for_the_student(monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]) -> None:
     config, opsd = composed(monkeypatch, *overrides)
@@ -76,7 +95,7 @@ def test_more_devices_than_the_scale_has_are_counted(monkeypatch: pytest.MonkeyP
     config, opsd = composed(monkeypatch, "scale=gpu8", *TEACHER, "trainer.n_gpus_per_node=8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    with pytest.raises(OpsdError, match="this scale needs 9"):
+    with pytest.raises(OpsdError, match="this scale needs 12"):
         check_hardware(config, opsd)
 
 
