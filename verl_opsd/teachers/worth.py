@@ -144,7 +144,11 @@ def worth(matrix: Matrix, context: str) -> tuple[Condition, ...]:
         beats("briefed teacher beats the bare teacher beyond the noise", briefed, (BARE, "teacher"), matrix.noise),
         beats("briefed teacher beats the base beyond the noise", briefed, (BARE, "student"), matrix.noise),
         beats("briefed student beats the base", (context, "student"), (BARE, "student"), 0.0),
-        Condition("the brief is answer-free", free is True, "not audited" if free is None else "audited" if free else "audited, it leaks"),
+        Condition(
+            "the brief is answer-free",
+            free is True,
+            "not audited" if free is None else "audited" if free else "audited, it leaks",
+        ),
     )
 
 
