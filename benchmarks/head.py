@@ -1,9 +1,10 @@
-"""Time and peak memory of the loss-position head: exact reverse KL over the full vocabulary, forward and backward.
+"""Time and peak memory of the loss-position head: exact divergences over the full vocabulary, forward and backward.
 
-    python benchmarks/head.py [--one-pass 640 768] [--slice 11264 22528] [--two-passes 256 1024] [--repeat 5] [--no-others]
+    python benchmarks/head.py [--one-pass 640 768] [--slice 11264 22528] [--kept 256 320 1024] [--repeat 5] [--no-others]
 
-The head has two ways to the same numbers: one pass over logits that are made slice by slice (``distill.blocks_triton``; bf16 weights on
-a GPU), and two passes over a chunk's float32 logits (everywhere else), each in chunks of so many loss positions; the slices of one pass are of so many tokens.
+Reverse KL has two ways to the same numbers: one pass over logits that are made slice by slice (``distill.blocks_triton``; bf16 weights on
+a GPU), and passes over a chunk's float32 logits, which are kept (everywhere else, and every other divergence), each in chunks of so many
+loss positions; the slices of one pass are of so many tokens.
 
 Compared with the same loss in plain torch on full logits, and with the three matrix products that nothing can avoid:
 student logits, teacher logits, gradient to the student's hidden states. Liger's fused JSD (``pip install liger-kernel``) is
@@ -29,7 +30,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from verl_opsd.distill.chunk import one_pass
+from verl_opsd.distill import dense
+from verl_opsd.distill.chunk import ROWS, one_pass
 from verl_opsd.distill.head import HeadTask, LossPositionHead
 from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.signal import Signal
@@ -86,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one-pass", type=int, nargs="*", default=[640, 768])
     parser.add_argument("--slice", type=int, nargs="*", default=[11264, 22528])
-    parser.add_argument("--two-passes", type=int, nargs="*", default=[256, 1024])
+    parser.add_argument("--kept", type=int, nargs="*", default=[256, 320, 1024])
     parser.add_argument("--others", action=argparse.BooleanOptionalAction, default=True, help="JSD, Liger, full logits too")
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
@@ -141,7 +143,7 @@ def main() -> None:
         print(f"{label:34} {seconds:9.4f} {seconds / floor:10.2f} {peak / 1e9:8.2f}", flush=True)
 
     print(f"{'three matmuls':34} {floor:9.4f} {1.0:10.2f}", flush=True)
-    if one_pass(weight_VS, weight_VT):
+    if one_pass(dense.REVERSE_KL, weight_VS, weight_VT):
         from verl_opsd.distill import blocks_triton
 
         for chunk, width in itertools.product(args.one_pass, args.slice):
@@ -149,12 +151,15 @@ def main() -> None:
                 row(f"head, one pass, {chunk} x {width}", partial(head_step, chunk))
     else:
         print("one pass is not measured: it is taken with bf16 weights on a GPU")
-    with mock.patch("verl_opsd.distill.chunk.one_pass", lambda *weights: False):
-        for chunk in args.two_passes:
-            row(f"head, two passes, chunk {chunk}", partial(head_step, chunk))
+    with mock.patch("verl_opsd.distill.chunk.one_pass", lambda *args: False):
+        for chunk in args.kept:
+            row(f"head, kept logits, chunk {chunk}", partial(head_step, chunk))
     if not args.others:
         return
-    row("head, JSD(0.5), chunk 512", partial(head_step, 512, LossSpec(divergence="jsd", beta=0.5)))
+    for chunk in args.kept:
+        row(f"head, JSD(0.5), chunk {chunk}", partial(head_step, chunk, LossSpec(divergence="jsd", beta=0.5)))
+    for spec in (LossSpec("forward_kl"), LossSpec("skewed_reverse_kl", skew=0.1), LossSpec("skewed_forward_kl", skew=0.1)):
+        row(f"head, {spec.divergence}, chunk {ROWS}", partial(head_step, ROWS, spec))
     if cuda and importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
 

@@ -14,37 +14,79 @@ from verl_opsd.distill.signal import Signal
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("rows, vocab, apart", [(3, 7, 2.0), (5, 4096, 2.0), (4, 10001, 50.0), (16, 248320, 0.01)])
-def test_kernels_are_the_definition(rows: int, vocab: int, apart: float) -> None:
+SPECS = {
+    name: LossSpec(divergence=name, **reference.PARAMETERS.get(name, {})).mixture for name in sorted(reference.DIVERGENCES)
+}
+
+
+def check_rows(got: dense.Passes, exact: dense.Passes, coef: torch.Tensor) -> None:
+    """Value and gradient of every position by itself, float32 kernels against float64 in plain torch (which the CPU's tests compare with
+    the definition)."""
+    want, want_grad = exact.value_C, exact.grad(coef.double(), torch.float64)
+    error = (got.value_C - want).abs()
+    assert (error <= torch.clamp(1e-5 * want, min=1e-7)).all(), error
+    error = (got.grad(coef, torch.float32) - want_grad).norm(dim=-1)
+    assert (error <= 1e-5 * want_grad.norm(dim=-1) + 1e-9).all(), error / want_grad.norm(dim=-1)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("rows, vocab, apart", [(3, 7, 2.0), (5, 4096, 2.0), (4, 10001, 50.0), (16, 248320, 0.1)])
+def test_kernels_are_the_definition(name: str, rows: int, vocab: int, apart: float) -> None:
     g = torch.Generator("cuda").manual_seed(0)
     student = 3 * torch.randn(rows, vocab, device="cuda", generator=g)
     teacher = student + apart * torch.randn(rows, vocab, device="cuda", generator=g)
-    coef = torch.rand(rows, device="cuda", generator=g)
+    coef = torch.rand(rows, device="cuda", generator=g) + 0.1
     assert dense.uses_triton(student)
-    norms = dense.norms(student, teacher)
-    kl, grad = dense.kl_and_grad(student, teacher, norms, coef, torch.float32)
+    got = dense.score(student, teacher, SPECS[name])
+    check_rows(got, dense.score(student.double(), teacher.double(), SPECS[name]), coef)
     leaf = student.double().requires_grad_()
-    p, q = reference.softmax(leaf), reference.softmax(teacher)
-    want = reference.kl(p, q)
+    want = reference.DIVERGENCES[name](reference.softmax(leaf), reference.softmax(teacher))
     (want_grad,) = torch.autograd.grad((coef.double() * want).sum(), leaf)
-    torch.testing.assert_close(kl.double(), want, rtol=1e-5, atol=1e-7)
-    assert (grad - want_grad).norm() < 1e-5 * want_grad.norm()
+    torch.testing.assert_close(got.value_C.double(), want, rtol=1e-5, atol=1e-7)
+    assert (got.grad(coef, torch.float32) - want_grad).norm() < 1e-5 * want_grad.norm()
     logp = reference.log_softmax(student)
+    norms = got.norms
     torch.testing.assert_close(norms.entropy_C.double(), -(logp.exp() * logp).sum(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ((student - norms.student_top_C[:, None]) - norms.student_log_C[:, None]).double(), logp, rtol=1e-6, atol=2e-6
+    )
     assert torch.equal(norms.agree_C.bool(), student.argmax(-1) == teacher.argmax(-1))
-    only_kl, none = dense.kl_and_grad(student, teacher, norms, None, torch.float32)
-    assert torch.equal(only_kl, kl) and none is None
 
 
-def test_kernels_on_identical_masked_and_extreme_rows() -> None:
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("student_at, teacher_at", [(0.0, 300.0), (1e4, 1e4), (1e4, 0.0)])
+def test_kernels_count_logits_from_the_largest(name: str, student_at: float, teacher_at: float) -> None:
+    g = torch.Generator("cuda").manual_seed(1)
+    student = 3 * torch.randn(8, 5000, device="cuda", generator=g)
+    teacher = student + torch.randn(8, 5000, device="cuda", generator=g) + teacher_at
+    student = student + student_at
+    exact = dense.score(student.double(), teacher.double(), SPECS[name])
+    check_rows(dense.score(student, teacher, SPECS[name]), exact, torch.ones(8, device="cuda"))
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("student_rest, teacher_rest", [(1e-2, 0.9), (1e-4, 2e-4), (1e-6, 0.5), (0.9, 1e-4)])
+def test_kernels_keep_the_gradient_of_whoever_is_sure(name: str, student_rest: float, teacher_rest: float) -> None:
+    g = torch.Generator("cuda").manual_seed(2)
+    student, teacher = (torch.randn(8, 5000, device="cuda", generator=g) for _ in range(2))
+    for logits, rest in ((student, student_rest), (teacher, teacher_rest)):
+        logits[:, 0] = (logits[:, 1:].double().logsumexp(-1) + torch.tensor(1 / rest - 1).double().log()).float()
+    exact = dense.score(student.double(), teacher.double(), SPECS[name])
+    check_rows(dense.score(student, teacher, SPECS[name]), exact, torch.ones(8, device="cuda"))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_kernels_on_identical_masked_and_extreme_rows(name: str) -> None:
     student = torch.randn(4, 5000, device="cuda")
-    student[1], student[2] = torch.nan, 1e4 * student[2].sign()
+    student[1], student[2] = torch.nan, 5e3 * student[2].sign()
     teacher = student.clone()
     teacher[2] *= -1
     coef = torch.tensor([1.0, 0.0, 1.0, 0.5], device="cuda")
-    kl, grad = dense.kl_and_grad(student, teacher, dense.norms(student, teacher), coef, torch.bfloat16)
-    assert kl[0] == 0 and kl[3] == 0 and (grad[[0, 1, 3]] == 0).all()
-    assert torch.isfinite(kl[2]) and torch.isfinite(grad[2]).all() and kl[2] > 1e4
+    scored = dense.score(student, teacher, SPECS[name])
+    value, grad = scored.value_C, scored.grad(coef, torch.bfloat16)
+    assert value[[0, 3]].abs().max() <= 1e-7 and (grad[1] == 0).all() and grad[[0, 3]].abs().max() <= 1e-9
+    exact = dense.score(student[2:3].double(), teacher[2:3].double(), SPECS[name])
+    assert torch.isfinite(grad[2]).all() and value[2].item() == pytest.approx(exact.value_C.item(), rel=1e-5)
 
 
 def bf16_case(rows: int, vocab: int, student: int, teacher: int, scale: float = 0.1) -> tuple[torch.Tensor, ...]:
@@ -79,7 +121,7 @@ def one_pass(
     ids=str,
 )
 def test_one_pass_is_the_definition(shape: tuple[int, int, int, int]) -> None:
-    """Values to float32's digits; a gradient in bf16 about as far from the exact one as that of the two passes is."""
+    """Values to float32's digits; a gradient in bf16 about as far from the exact one as one from kept logits is."""
     hidden, weight, other, other_weight = bf16_case(*shape)
     coef = torch.rand(shape[0], device="cuda") + 0.1
     kl, norms, grad = one_pass(hidden, weight, other, other_weight, coef)
@@ -92,10 +134,34 @@ def test_one_pass_is_the_definition(shape: tuple[int, int, int, int]) -> None:
     torch.testing.assert_close(norms.entropy_C.double(), -(logp.exp() * logp).sum(-1), rtol=1e-5, atol=1e-5)
     assert torch.equal(norms.agree_C.bool(), leaf.argmax(-1) == q.argmax(-1))
     student, teacher = (torch.mm(h, w.T, out_dtype=torch.float32) for h, w in ((hidden, weight), (other, other_weight)))
-    _, passes = dense.kl_and_grad(student, teacher, dense.norms(student, teacher), coef, torch.bfloat16)
+    passes = dense.score(student, teacher).grad(coef, torch.bfloat16)
     error, theirs = ((x.double() - want_grad).norm() / want_grad.norm() for x in (grad, passes))
-    print(f"{shape}: gradient {error:.2e}, two passes {theirs:.2e}, KL {((kl - want) / want).abs().max():.1e}")
+    print(f"{shape}: gradient {error:.2e}, from kept logits {theirs:.2e}, KL {((kl - want) / want).abs().max():.1e}")
     assert error < 1.2 * theirs < 3e-3
+
+
+@pytest.mark.parametrize("offset", [0.0, 300.0, 1e4])
+@pytest.mark.parametrize("rest, teacher_p", [(2.5e-3, 0.01), (3.4e-4, 0.1), (4.5e-5, 0.1), (4.5e-5, 1e-9), (0.9, 0.1)])
+def test_one_pass_keeps_the_gradient_of_a_student_that_is_sure(rest: float, teacher_p: float, offset: float) -> None:
+    """Each position by itself, from logits: one norm over a batch would hide such a row behind the others."""
+    from verl_opsd.distill import blocks_triton
+
+    g = torch.Generator("cuda").manual_seed(3)
+    student, teacher = (torch.randn(8, 20000, device="cuda", generator=g) for _ in range(2))
+    for logits, p in ((student, 1 - rest), (teacher, teacher_p)):
+        logits[:, 0] = (logits[:, 1:].double().logsumexp(-1) + torch.tensor(p / (1 - p)).double().log()).float()
+    student, teacher = student + offset, teacher + offset
+    blocks = blocks_triton.Blocks(8, 20000, student.device)
+    for at in range(0, 20000, 3 * blocks_triton.BLOCK):
+        part = slice(at, at + 3 * blocks_triton.BLOCK)
+        blocks.add(at, student[:, part].contiguous(), teacher[:, part].contiguous())
+    _, kl = blocks.combine()
+    exact = dense.score(student.double(), teacher.double())
+    want = exact.grad(torch.ones(8, device="cuda").double(), torch.float64)
+    got = blocks.grad(torch.ones(8, device="cuda"), torch.bfloat16)
+    assert ((kl - exact.value_C).abs() <= torch.clamp(1e-5 * exact.value_C, min=1e-7)).all()
+    error = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    assert (error <= 2**-8).all(), error  # bf16's own rounding is 2^-9
 
 
 def test_one_pass_on_identical_near_and_masked_rows() -> None:
@@ -145,6 +211,8 @@ def test_peak_memory_does_not_grow_with_the_positions(positions: int) -> None:
         LossSpec(),
         LossSpec(divergence="forward_kl"),
         LossSpec(divergence="jsd", beta=0.5),
+        LossSpec(divergence="skewed_reverse_kl", skew=0.1),
+        LossSpec(divergence="skewed_forward_kl", skew=0.1),
         LossSpec(support="union_topk", top_k=20),
         LossSpec(divergence="k2"),
     ],

@@ -2,5 +2,5 @@
 
 In reading order: ``divergence`` (what is measured), ``support`` (over which tokens), ``weights`` and ``reduction`` (how
 much each position counts), ``loss`` (the choice among these), ``head`` and ``chunk`` (how it is computed without logits
-of the whole batch), ``dense`` (the default loss, by hand), ``telemetry`` (what is reported).
+of the whole batch), ``dense`` (the full vocabulary, by hand), ``telemetry`` (what is reported).
 """

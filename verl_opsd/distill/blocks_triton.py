@@ -12,7 +12,7 @@ logits around its mean m_b under p_b; the gradient itself (bf16) takes the place
 
 Both are rounded by 2^-12 of their own size. Around another number than m_b they would cancel where the student is sure of one token.
 
-Four bytes a logit are kept where two passes keep ten, so a chunk may hold more positions, and the products are nearer to their full speed.
+Four bytes a logit are kept where kept logits and their gradient take ten, so a chunk may hold more positions, and the products are nearer to their full speed.
 
 Shape suffixes: C loss positions of one chunk, S student and T teacher hidden size, V vocabulary, W width of a slice of it, B blocks.
 """
@@ -25,19 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from verl_opsd.distill.dense import Norms
+from verl_opsd.distill.dense_triton import kl_terms
 
 #: Tokens of a block of the chain rule, of a slice of the vocabulary, and of a program of the gradient's pass.
 BLOCK, SLICE, SPAN = 1024, 11264, 4096
 #: Statistics of a block; the gradient's factors take the place of the first two.
 STATS = 8
-
-
-@triton.jit
-def _kl_terms(p, q, d):
-    """q - p + p d, by the series of exp(-d) - 1 + d (to d^7) where the sum would cancel."""
-    series = 1.0 / 24 - d * (1.0 / 120 - d * (1.0 / 720 - d * (1.0 / 5040)))
-    series = d * d * (0.5 - d * (1.0 / 6 - d * series))
-    return tl.where(tl.abs(d) < 0.25, p * series, q - p + p * d)
 
 
 @triton.jit
@@ -53,24 +46,24 @@ def _block_kernel(student, teacher, prob, diff, stats, start, W, V, B, SIZE, BLO
     t_max = tl.max(t, 0)
     s_sum = tl.sum(tl.exp(s - s_max), 0)
     t_sum = tl.sum(tl.exp(t - t_max), 0)
-    s_log = s_max + tl.log(s_sum)
-    offset = (s_max - t_max) + tl.log(
-        tl.div_rn(s_sum, t_sum)
-    )  # of the normalisers; their own difference is rounded at their size
-    p = tl.exp(s - s_log)
-    difference = tl.where(inside, s - t, 0.0)
-    d = difference - offset
-    kl = tl.where(inside, _kl_terms(p, tl.exp(t - t_max) / t_sum, d), 0.0)
+    s_log = tl.log(s_sum)
+    ratio = tl.log(tl.div_rn(s_sum, t_sum))  # of the normalisers; their own difference is rounded at their size
+    close = tl.abs(s_max - t_max) <= 8.0
+    difference = tl.where(inside, tl.where(close, s - t, (s - s_max) - (t - t_max)), 0.0)
+    p = tl.exp((s - s_max) - s_log)
+    d = difference - (tl.where(close, s_max - t_max, 0.0) + ratio)
+    kl = tl.where(inside, kl_terms(p, tl.exp(t - t_max) / t_sum, d), 0.0)
     tl.store(prob + row * V + start + at, p.to(prob.dtype.element_ty), mask=inside)
-    mean = tl.sum(p * difference, 0)
-    # around the block's own mean: where the student is sure of a token, that token's number is near 0 and keeps its digits
-    tl.store(diff + row * V + start + at, (difference - mean).to(diff.dtype.element_ty), mask=inside)
+    # From the block's top token, then around the mean: where the student is sure of it, its number is near 0 and keeps its digits.
+    top = tl.max(tl.where(s == s_max, difference, -float("inf")), 0)
+    mean = tl.sum(tl.where(inside, p * (difference - top), 0.0), 0)
+    tl.store(diff + row * V + start + at, ((difference - top) - mean).to(diff.dtype.element_ty), mask=inside)
     place = stats + row * B + start // BLOCK + block
     tl.store(place, s_log)
-    tl.store(place + SIZE, offset)
+    tl.store(place + SIZE, ratio)
     tl.store(place + 2 * SIZE, tl.sum(kl, 0))
-    tl.store(place + 3 * SIZE, mean)
-    tl.store(place + 4 * SIZE, s_log - tl.sum(tl.where(inside, p * s, 0.0), 0))
+    tl.store(place + 3 * SIZE, top + mean)
+    tl.store(place + 4 * SIZE, s_log - tl.sum(tl.where(inside, p * (s - s_max), 0.0), 0))
     tl.store(place + 5 * SIZE, s_max)
     tl.store(place + 6 * SIZE, t_max)
     tl.store(place + 7 * SIZE, tl.max(tl.where((s == s_max) & (t == t_max), 1.0, 0.0), 0))
@@ -78,42 +71,49 @@ def _block_kernel(student, teacher, prob, diff, stats, start, W, V, B, SIZE, BLO
 
 @triton.jit
 def _combine_kernel(stats, out, C, B, SIZE, BLOCKS: tl.constexpr):
-    """The chain rule of one row: ``out`` gets both normalisers, mean difference, entropy, agreement and KL; the first two statistics
-    become P_b and k_b."""
+    """The chain rule of one row: ``out`` gets the fields of ``Norms`` and KL; the first two statistics become P_b and k_b. Logits count from
+    the largest of either side."""
     row = tl.program_id(0)
     at = tl.arange(0, BLOCKS)
     there = at < B
     place = stats + row.to(tl.int64) * B + at
-    s_block = tl.load(place, mask=there, other=-float("inf"))
-    offset = tl.load(place + SIZE, mask=there, other=0.0)
-    s_top = tl.max(s_block, 0)
-    s_sum = tl.sum(tl.exp(s_block - s_top), 0)
-    mass = tl.exp(s_block - s_top) / s_sum
+    s_max = tl.load(place + 5 * SIZE, mask=there, other=-float("inf"))
+    t_max = tl.load(place + 6 * SIZE, mask=there, other=-float("inf"))
+    s_top = tl.max(s_max, 0)
+    t_top = tl.max(t_max, 0)
+    close = tl.abs(s_max - t_max) <= 8.0
+    moved = tl.where(there, (s_max - s_top) - (t_max - t_top), 0.0)
+    offset = tl.where(there & close, (s_max - t_max) - (s_top - t_top), moved)
+    offset += tl.load(place + SIZE, mask=there, other=0.0)
+    s_block = tl.where(there, (s_max - s_top) + tl.load(place, mask=there, other=0.0), -float("inf"))
+    most = tl.max(s_block, 0)
+    s_sum = tl.sum(tl.exp(s_block - most), 0)
+    mass = tl.exp(s_block - most) / s_sum
     # The teacher's masses are the student's times exp(-offset), over their sum. Near the mean offset nothing but offsets is rounded.
     centre = tl.sum(mass * offset, 0)
     c = tl.where(there, offset - centre, 0.0)
-    t_block = s_block - s_top - c
-    t_top = tl.max(t_block, 0)
-    t_sum = tl.sum(tl.exp(t_block - t_top), 0)
-    far = t_top + tl.log(t_sum / s_sum)
+    t_block = s_block - most - c
+    t_most = tl.max(t_block, 0)
+    t_sum = tl.sum(tl.exp(t_block - t_most), 0)
+    far = t_most + tl.log(t_sum / s_sum)
     near = tl.log(tl.div_rn(tl.sum(mass * tl.exp(-tl.minimum(tl.maximum(c, -1.0), 1.0)), 0), tl.sum(mass, 0)))
     total = centre - tl.where(tl.max(tl.abs(c), 0) < 1.0, near, far)
-    s_log = s_top + tl.log(s_sum)
-    between = _kl_terms(mass, tl.exp(t_block - t_top) / t_sum, offset - total)
+    s_log = most + tl.log(s_sum)
+    between = kl_terms(mass, tl.exp(t_block - t_most) / t_sum, offset - total)
     within = mass * tl.load(place + 2 * SIZE, mask=there, other=0.0)
-    block_mean = tl.load(place + 3 * SIZE, mask=there, other=0.0)
-    mean = tl.sum(mass * block_mean, 0)
+    block_mean = tl.load(place + 3 * SIZE, mask=there, other=0.0) + tl.where(close, t_top - s_top, moved)
+    block_mean -= tl.max(tl.where(s_block == most, block_mean, -float("inf")), 0)
+    mean = tl.sum(tl.where(there, mass * block_mean, 0.0), 0)
     entropy = tl.load(place + 4 * SIZE, mask=there, other=0.0) - tl.where(there, s_block - s_log, 0.0)
-    s_max = tl.load(place + 5 * SIZE, mask=there, other=-float("inf"))
-    t_max = tl.load(place + 6 * SIZE, mask=there, other=-float("inf"))
     both = tl.load(place + 7 * SIZE, mask=there, other=0.0)
-    best = (s_max == tl.max(s_max, 0)) & (t_max == tl.max(t_max, 0))
-    tl.store(out + row, s_log)
-    tl.store(out + C + row, s_log - total)
-    tl.store(out + 2 * C + row, mean - total)
-    tl.store(out + 3 * C + row, tl.sum(mass * entropy, 0))
-    tl.store(out + 4 * C + row, tl.max(tl.where(best, both, 0.0), 0))
-    tl.store(out + 5 * C + row, tl.sum(tl.where(there, between + within, 0.0), 0))
+    best = (s_max == s_top) & (t_max == t_top)
+    tl.store(out + row, s_top)
+    tl.store(out + C + row, s_log)
+    tl.store(out + 2 * C + row, t_top)
+    tl.store(out + 3 * C + row, s_log - total)
+    tl.store(out + 4 * C + row, tl.sum(mass * entropy, 0))
+    tl.store(out + 5 * C + row, tl.max(tl.where(best, both, 0.0), 0))
+    tl.store(out + 6 * C + row, tl.sum(tl.where(there, between + within, 0.0), 0))
     tl.store(place, mass, mask=there)
     tl.store(place + SIZE, block_mean - mean, mask=there)
 
@@ -141,7 +141,7 @@ class Blocks:
     """KL(student || teacher) of a chunk, and its gradient by the student's logits.
 
     Attributes:
-        norms: as of ``dense.norms``; kl_C: nats. float32.
+        norms: of ``dense``; kl_C: nats. float32.
     """
 
     def __init__(self, rows: int, vocab: int, device: torch.device, keep: torch.dtype = torch.float16):
@@ -161,10 +161,10 @@ class Blocks:
     def combine(self) -> tuple[Norms, Tensor]:
         """Norms and KL, after all slices."""
         rows = self.stats.shape[1]
-        out = torch.empty(6, rows, dtype=torch.float32, device=self.stats.device)
+        out = torch.empty(7, rows, dtype=torch.float32, device=self.stats.device)
         size, blocks = self.stats[0].numel(), triton.next_power_of_2(self.blocks)
         _combine_kernel[(rows,)](self.stats, out, rows, self.blocks, size, BLOCKS=blocks, num_warps=4)
-        return Norms(*out[:5]), out[5]
+        return Norms(*out[:6]), out[6]
 
     def grad(self, coef_C: Tensor, dtype: torch.dtype) -> Tensor:
         """Gradient of ``sum_c coef_c KL_c``, [C, V], after :meth:`combine`; once: one of 16 bits takes the place of what was kept. A row

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from verl_opsd.distill.head import HeadTask
 
 
-#: Loss positions a chunk: in one pass, which keeps 4 bytes a logit, and of everything else.
+#: Loss positions a chunk: in one pass, which keeps 4 bytes a logit, and of everything else, which keeps 10 over the full vocabulary.
 ONE_PASS_ROWS, ROWS = 768, 256
 
 
@@ -111,29 +111,22 @@ def weighted_sum(coef_C: Tensor, value_C: Tensor) -> Tensor:
 
 def chunk_loss(chunk: ChunkInput, spec: LossSpec) -> ChunkOutput:
     """``sum coef * weight * divergence + sum anchor_coef * anchor divergence`` of one chunk, with gradient."""
-    if _is_dense(spec):
-        return _dense_reverse_kl(chunk, spec)
+    if spec.mixture is not None:
+        return _dense(chunk, spec, spec.mixture)
     return _by_autograd(chunk, spec, logits(chunk.hidden_CH, chunk.weight_VH, chunk.dtype))
 
 
-def _is_dense(spec: LossSpec) -> bool:
-    return spec.divergence == "reverse_kl" and spec.support == "full"
+class _Logits:
+    """Logits of both sides, kept in float32, and what is made of them (:mod:`verl_opsd.distill.dense`)."""
 
-
-class _TwoPasses:
-    """Reverse KL of a chunk from logits that are kept in float32 (:mod:`verl_opsd.distill.dense`)."""
-
-    def __init__(self, student_CV: Tensor, other_CV: Tensor, labels_C: Tensor | None):
-        self.logits = student_CV, other_CV
-        self.norms = dense.norms(student_CV, other_CV)
+    def __init__(self, student_CV: Tensor, other_CV: Tensor, labels_C: Tensor | None, mixture: dense.Mixture):
         self.labels = None if labels_C is None else (_pick(student_CV, labels_C), _pick(other_CV, labels_C))
-
-    def kl_and_grad(self, coef_C: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        return dense.kl_and_grad(*self.logits, self.norms, coef_C, dtype)
+        passes = dense.score(student_CV, other_CV, mixture)
+        self.norms, self.value_C, self.grad = passes.norms, passes.value_C, passes.grad
 
 
 class _OnePass:
-    """The same in one pass over logits that are made slice by slice (:mod:`verl_opsd.distill.blocks_triton`)."""
+    """Reverse KL in one pass over logits that are made slice by slice (:mod:`verl_opsd.distill.blocks_triton`)."""
 
     def __init__(self, chunk: ChunkInput, other_CT: Tensor, other_VT: Tensor):
         from verl_opsd.distill import blocks_triton
@@ -141,18 +134,16 @@ class _OnePass:
         sides = (chunk.hidden_CH, chunk.weight_VH), (other_CT, other_VT)
         self.labels = None if chunk.labels_C is None else tuple(_label_logits(h, w, chunk.labels_C) for h, w in sides)
         rows, vocab = chunk.hidden_CH.shape[0], chunk.weight_VH.shape[0]
-        self.blocks = blocks_triton.Blocks(rows, vocab, chunk.weight_VH.device)
+        blocks = blocks_triton.Blocks(rows, vocab, chunk.weight_VH.device)
         for start in range(0, vocab, blocks_triton.SLICE):
-            self.blocks.add(start, *(logits(h, w[start : start + blocks_triton.SLICE], chunk.dtype) for h, w in sides))
-        self.norms, self.kl_C = self.blocks.combine()
-
-    def kl_and_grad(self, coef_C: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        return self.kl_C, None if coef_C is None else self.blocks.grad(coef_C, dtype)
+            blocks.add(start, *(logits(h, w[start : start + blocks_triton.SLICE], chunk.dtype) for h, w in sides))
+        self.norms, self.value_C = blocks.combine()
+        self.grad = blocks.grad
 
 
-def one_pass(weight_VS: Tensor, weight_VT: Tensor) -> bool:
-    """Whether one pass is taken (``blocks_triton.takes``)."""
-    if not weight_VS.is_cuda or importlib.util.find_spec("triton") is None:
+def one_pass(mixture: dense.Mixture, weight_VS: Tensor, weight_VT: Tensor) -> bool:
+    """Whether one pass is taken: reverse KL, of which alone the parts of the vocabulary add up, and ``blocks_triton.takes``."""
+    if mixture != dense.REVERSE_KL or not weight_VS.is_cuda or importlib.util.find_spec("triton") is None:
         return False
     from verl_opsd.distill import blocks_triton
 
@@ -165,16 +156,17 @@ def _label_logits(hidden_CH: Tensor, weight_VH: Tensor, labels_C: Tensor) -> Ten
 
 
 def default_rows(task: HeadTask, weight_VH: Tensor) -> int:
-    """Loss positions a chunk where a task names none: below 1 GB at a vocabulary of 250,000 with the default loss."""
-    if not _is_dense(task.loss):
-        return ROWS
+    """Loss positions a chunk where a task names none: below 1 GB at a vocabulary of 250,000 over the full vocabulary."""
+    mixture = task.loss.mixture
     weights = [weight_VH if w is None else w for w in (task.teacher_weight_VH, task.anchor_weight_VH)]
     both = task.teacher is not None and task.anchor is not None  # their gradients are added up
-    return ONE_PASS_ROWS // (1 + both) if all(one_pass(weight_VH, w) for w in weights) else ROWS
+    if mixture is None or not all(one_pass(mixture, weight_VH, w) for w in weights):
+        return ROWS
+    return ONE_PASS_ROWS // (1 + both)
 
 
-def _dense_reverse_kl(chunk: ChunkInput, spec: LossSpec) -> ChunkOutput:
-    """The default loss, by a gradient that is derived by hand."""
+def _dense(chunk: ChunkInput, spec: LossSpec, mixture: dense.Mixture) -> ChunkOutput:
+    """A divergence over the full vocabulary, by a gradient that is derived by hand."""
     out = ChunkOutput(loss=chunk.hidden_CH.new_zeros((), dtype=chunk.dtype))
     student_CV: Tensor | None = None
 
@@ -182,29 +174,28 @@ def _dense_reverse_kl(chunk: ChunkInput, spec: LossSpec) -> ChunkOutput:
         nonlocal student_CV
         assert signal.hidden_NH is not None
         other_CH = signal.hidden_NH.to(weight_VH.dtype)
-        scored: _OnePass | _TwoPasses
-        if one_pass(chunk.weight_VH, weight_VH):
+        scored: _OnePass | _Logits
+        if one_pass(mixture, chunk.weight_VH, weight_VH):
             scored = _OnePass(chunk, other_CH, weight_VH)
         else:
             student_CV = logits(chunk.hidden_CH, chunk.weight_VH, chunk.dtype) if student_CV is None else student_CV
-            scored = _TwoPasses(student_CV, logits(other_CH, weight_VH, chunk.dtype), chunk.labels_C)
-        out.entropy_C = scored.norms.entropy_C
+            scored = _Logits(student_CV, logits(other_CH, weight_VH, chunk.dtype), chunk.labels_C, mixture)
+        norms, value_C = scored.norms, scored.value_C
+        out.entropy_C = norms.entropy_C
         if scored.labels is not None:
-            out.student_logprob_C = scored.labels[0] - scored.norms.student_norm_C
-        dtype = chunk.weight_VH.dtype
-        if weights:  # they need the divergence before the gradient can be made
-            coef_C = _effective(out, scored.kl_and_grad(None, dtype)[0], coef_C, weights)
-        kl_C, grad_CV = scored.kl_and_grad(coef_C if chunk.need_grad else None, dtype)
-        out.loss = out.loss + weighted_sum(coef_C, kl_C)
-        if grad_CV is not None:
+            out.student_logprob_C = (scored.labels[0] - norms.student_top_C) - norms.student_log_C
+        coef_C = _effective(out, value_C, coef_C, weights)
+        out.loss = out.loss + weighted_sum(coef_C, value_C)
+        if chunk.need_grad:
+            grad_CV = scored.grad(coef_C, chunk.weight_VH.dtype)
             out.grad_CV = grad_CV if out.grad_CV is None else out.grad_CV.add_(grad_CV)
         if signal is not chunk.teacher:
-            out.anchor_C = kl_C
+            out.anchor_C = value_C
             return
-        out.divergence_C, out.agree_C = kl_C, scored.norms.agree_C
-        out.coverage_student_C = out.coverage_teacher_C = torch.ones_like(kl_C)
+        out.divergence_C, out.agree_C = value_C, norms.agree_C
+        out.coverage_student_C = out.coverage_teacher_C = torch.ones_like(value_C)
         if scored.labels is not None:
-            out.teacher_logprob_C = scored.labels[1] - scored.norms.teacher_norm_C
+            out.teacher_logprob_C = (scored.labels[1] - norms.teacher_top_C) - norms.teacher_log_C
 
     if chunk.teacher is not None:
         assert chunk.coef_C is not None
@@ -222,7 +213,7 @@ def _fused(function: Analytic, cuda: bool) -> Analytic:
 
 
 def _by_autograd(chunk: ChunkInput, spec: LossSpec, student_CV: Tensor) -> ChunkOutput:
-    """Any other divergence: autograd from the divergence to the log-probabilities, by hand from there to the logits."""
+    """Sampled tokens, supports, own divergences: autograd from the divergence to the log-probabilities, by hand from there to the logits."""
     logp_CV = torch.log_softmax(student_CV, dim=-1)
     out = ChunkOutput(loss=student_CV.new_zeros(()), entropy_C=-(logp_CV.exp() * logp_CV).sum(-1))
     if chunk.labels_C is not None:
@@ -267,8 +258,8 @@ def _by_autograd(chunk: ChunkInput, spec: LossSpec, student_CV: Tensor) -> Chunk
         assert chunk.anchor_coef_C is not None
         out.anchor_C = term(chunk.anchor, chunk.anchor_weight_VH, chunk.anchor_coef_C, ())
     if grad_CV is not None:
-        through_CV = grad_CV - logp_CV.exp() * grad_CV.sum(-1, keepdim=True)
         used_C1 = (grad_CV != 0).any(-1, keepdim=True)
+        through_CV = sum_to_zero(grad_CV - logp_CV.exp() * grad_CV.sum(-1, keepdim=True), logp_CV)
         out.grad_CV = torch.where(used_C1, through_CV, 0.0).to(chunk.weight_VH.dtype)
     return out
 
@@ -343,6 +334,14 @@ def _label_logprob(labels_C: Tensor, signal: Signal, logq_CV: Tensor | None) -> 
     assert signal.ids_NK is not None and signal.logprobs_NK is not None
     slot_C = (signal.ids_NK == labels_C[:, None]).to(torch.int8).argmax(-1)
     return _pick(signal.logprobs_NK, slot_C)
+
+
+def sum_to_zero(grad_CV: Tensor, logp_CV: Tensor) -> Tensor:
+    """A gradient by logits, in which the most probable token's is minus the sum of the others', which a softmax makes it: made by itself
+    it loses its digits where that token is sure. In place."""
+    top_C1 = logp_CV.argmax(-1, keepdim=True)
+    others_C1 = grad_CV.scatter_(1, top_C1, 0.0).sum(-1, keepdim=True)
+    return grad_CV.scatter_(1, top_C1, -others_C1)
 
 
 def _pick(value_CV: Tensor, labels_C: Tensor) -> Tensor:

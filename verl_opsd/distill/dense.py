@@ -1,14 +1,17 @@
-"""Reverse KL over the full vocabulary with its gradient written by hand: the hot path of the head.
+"""Divergences over the full vocabulary with their gradient written by hand: the hot path of the head.
 
-Two passes over the logits, in plain torch here and as Triton kernels (``dense_triton``) on a GPU; nothing is saved for
-autograd. With p = softmax(s), q = softmax(t), d = log p - log q:
+Three passes over the logits, in plain torch here and as Triton kernels (``dense_triton``) on a GPU; nothing is saved for autograd.
+With p = softmax(s), q = softmax(t), d = log p - log q, every divergence of the library is one of
 
-    KL(p || q)    = sum_v p_v (expm1(-d_v) + d_v)     every term is q - p + p d >= 0; p, q both sum to one
-    dKL / ds_v    = p_v (d_v - sum_u p_u d_u)
+    D = a KL(q || m) + b KL(p || m),    m = w q + (1 - w) p            (``Mixture``)
 
-The first form keeps the digits of small divergences: rounding of the two normalisers cancels to first order, which in
-``sum p d`` it does not. In the gradient it is the other way round: ``d - sum p d`` is where they cancel. d itself is the difference of
-the logits minus that of the normalisers: near logits differ without rounding, near log-probabilities do not.
+and has the gradient of an f-divergence:
+
+    dD / ds_v = p_v (h_v - sum_u p_u h_u),    h = dD / dp, up to a constant of the row
+
+Digits. KL is summed as ``sum_v b - a + a log(a/b)``: every term is >= 0, and the rounding of the two normalisers cancels to first order.
+Logits count from the row's largest, so that an offset of all of them costs nothing; d is the difference of near logits themselves, which
+is not rounded. h counts from that of the student's most probable token: where the student is sure of it, everything else cancels.
 
 Shape suffixes: C loss positions of one chunk, V vocabulary.
 """
@@ -24,18 +27,36 @@ from torch import Tensor
 
 #: Log-ratios (nats) below which the series is used; above it the sum loses less than 2e-6 of its value in float32.
 NEAR = 1 / 4
+#: Distance (nats) of the two largest logits up to which logits are compared as they are.
+CLOSE = 8.0
+
+
+class Mixture(NamedTuple):
+    """``of_teacher KL(q || m) + of_student KL(p || m)`` with ``m = teacher q + (1 - teacher) p``; p is the student.
+
+    Reverse KL is (1, 0, 1), forward KL (0, 1, 0), JSD (beta, beta, 1 - beta), skewed reverse KL (1 - skew, 0, 1), skewed forward KL
+    (skew, 1, 0).
+    """
+
+    teacher: float
+    of_teacher: float
+    of_student: float
+
+
+REVERSE_KL = Mixture(1.0, 0.0, 1.0)
 
 
 class Norms(NamedTuple):
-    """What the first pass finds, [C] each in the dtype of the logits.
+    """What is known of each position, [C] each in the dtype of the logits.
 
-    student_norm, teacher_norm: log-sum-exp of the logits; mean_d: sum p d, nats; entropy of the student, nats; agree: 1
-    where both have the same most probable token, else 0.
+    student_top, teacher_top: the largest logit; student_log, teacher_log: log-sum-exp of the logits above it, so that a log-probability is
+    ``(logit - top) - log``; entropy of the student, nats; agree: 1 where both have the same most probable token, else 0.
     """
 
-    student_norm_C: Tensor
-    teacher_norm_C: Tensor
-    mean_d_C: Tensor
+    student_top_C: Tensor
+    student_log_C: Tensor
+    teacher_top_C: Tensor
+    teacher_log_C: Tensor
     entropy_C: Tensor
     agree_C: Tensor
 
@@ -61,42 +82,87 @@ def uses_triton(student_CV: Tensor) -> bool:
     return student_CV.is_cuda and student_CV.dtype == torch.float32 and importlib.util.find_spec("triton") is not None
 
 
-def norms(student_CV: Tensor, teacher_CV: Tensor) -> Norms:
-    """First pass."""
-    if uses_triton(student_CV):
-        from verl_opsd.distill import dense_triton
-
-        return Norms(*dense_triton.norms(student_CV, teacher_CV))
-    student_norm_C = torch.logsumexp(student_CV, dim=-1)
-    teacher_norm_C = torch.logsumexp(teacher_CV, dim=-1)
-    logp_CV = student_CV - student_norm_C[:, None]
-    p_CV = torch.exp(logp_CV)
-    return Norms(
-        student_norm_C=student_norm_C,
-        teacher_norm_C=teacher_norm_C,
-        mean_d_C=(p_CV * (student_CV - teacher_CV)).sum(-1) - (student_norm_C - teacher_norm_C),
-        entropy_C=-(p_CV * logp_CV).sum(-1),
-        agree_C=(student_CV.argmax(-1) == teacher_CV.argmax(-1)).to(student_CV.dtype),
-    )
+def log_ratios(d: Tensor, teacher: float) -> tuple[Tensor, Tensor]:
+    """log(m / p) and log(q / m), elementwise, each without cancellation where it is small."""
+    if teacher in (0.0, 1.0):
+        return -d * teacher, -d * (1 - teacher)
+    smaller = torch.exp(-d.abs())
+    far = torch.log(
+        torch.where(d > 0, (1 - teacher) + teacher * smaller, teacher + (1 - teacher) * smaller)
+    )  # m over the larger of p, q
+    near = torch.log1p(teacher * torch.expm1(-d.clamp(-1, 1)))
+    log_m = torch.where(d > 1, far, torch.where(d < -1, far - d, near))
+    return log_m, torch.where(d < -1, -far, -d - log_m)
 
 
-def kl_and_grad(
-    student_CV: Tensor, teacher_CV: Tensor, norms: Norms, coef_C: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """Second pass: KL(student || teacher), [C], nats; and the gradient of ``sum_c coef_c KL_c`` with respect to the
-    student's logits, [C, V] in ``dtype``, or None without coefficients.
+def terms(p: Tensor, q: Tensor, d: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
+    """(terms of the divergence, p h with h = 0 where d = 0), elementwise."""
+    w, of_teacher, of_student = mixture
+    log_m, log_q = log_ratios(d, w)
+    m = w * q + (1 - w) * p
+    value, pull = torch.zeros_like(d), torch.zeros_like(d)
+    if of_teacher:
+        value = value + of_teacher * kl_terms(q, m, log_q)
+        if w < 1:
+            excess = torch.where(log_q.abs() < NEAR, p * torch.expm1(log_q), q * torch.exp(-log_m) - p)  # p (q / m - 1)
+            pull = pull - of_teacher * (1 - w) * excess
+    if of_student:
+        value = value + of_student * kl_terms(p, m, -log_m)
+        pull = pull - of_student * p * log_m
+        if w < 1:
+            pull = pull - of_student * (1 - w) * p * torch.expm1(-log_m)
+    return value, pull
 
-    A row of coefficient 0 has gradient exactly 0, whatever its logits hold.
+
+class Passes:
+    """A divergence of a chunk from the logits of both sides.
+
+    Attributes:
+        norms: see :class:`Norms`.
+        value_C: the divergence, nats.
     """
-    if uses_triton(student_CV):
-        from verl_opsd.distill import dense_triton
 
-        return dense_triton.kl_and_grad(student_CV, teacher_CV, *norms[:3], coef_C, dtype)
-    d_CV = (student_CV - teacher_CV) - (norms.student_norm_C - norms.teacher_norm_C)[:, None]
-    p_CV = torch.exp(student_CV - norms.student_norm_C[:, None])
-    kl_C = kl_terms(p_CV, torch.exp(teacher_CV - norms.teacher_norm_C[:, None]), d_CV).sum(-1)
-    if coef_C is None:
-        return kl_C, None
-    grad_CV = coef_C[:, None] * p_CV * (d_CV - norms.mean_d_C[:, None])
-    grad_CV[coef_C == 0] = 0.0
-    return kl_C, grad_CV.to(dtype)
+    def __init__(self, student_CV: Tensor, teacher_CV: Tensor, mixture: Mixture = REVERSE_KL):
+        s_top_C, at_C = student_CV.max(-1)
+        t_top_C, teacher_at_C = teacher_CV.max(-1)
+        s_CV, t_CV = student_CV - s_top_C[:, None], teacher_CV - t_top_C[:, None]
+        s_log_C, t_log_C = torch.logsumexp(s_CV, dim=-1), torch.logsumexp(t_CV, dim=-1)
+        p_CV, q_CV = torch.exp(s_CV - s_log_C[:, None]), torch.exp(t_CV - t_log_C[:, None])
+        apart_C = s_top_C - t_top_C
+        close_C = apart_C.abs() <= CLOSE
+        difference_CV = torch.where(close_C[:, None], student_CV - teacher_CV, s_CV - t_CV)
+        d_CV = difference_CV - (torch.where(close_C, apart_C, 0.0) + (s_log_C - t_log_C))[:, None]
+        value_CV, pull_CV = terms(p_CV, q_CV, d_CV, mixture)
+        self.norms = Norms(
+            student_top_C=s_top_C,
+            student_log_C=s_log_C,
+            teacher_top_C=t_top_C,
+            teacher_log_C=t_log_C,
+            entropy_C=s_log_C - (p_CV * s_CV).sum(-1),
+            agree_C=(at_C == teacher_at_C).to(student_CV.dtype),
+        )
+        self.value_C = value_CV.sum(-1)
+        at_C1 = at_C[:, None]
+        if mixture == REVERSE_KL:
+            pull_CV = p_CV * (difference_CV - difference_CV.gather(1, at_C1))
+        else:
+            pull_CV = (pull_CV - p_CV * (pull_CV.gather(1, at_C1) / p_CV.gather(1, at_C1))).scatter_(1, at_C1, 0.0)
+        self._p_CV, self._pull_CV = p_CV, pull_CV
+
+    def grad(self, coef_C: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gradient of ``sum_c coef_c D_c`` with respect to the student's logits, [C, V] in ``dtype``.
+
+        A row of coefficient 0 has gradient exactly 0, whatever its logits hold.
+        """
+        grad_CV = coef_C[:, None] * (self._pull_CV - self._p_CV * self._pull_CV.sum(-1, keepdim=True))
+        grad_CV[coef_C == 0] = 0.0
+        return grad_CV.to(dtype)
+
+
+def score(student_CV: Tensor, teacher_CV: Tensor, mixture: Mixture = REVERSE_KL) -> Passes:
+    """The divergence of a chunk, by the kernels where they take it; logits contiguous."""
+    if uses_triton(student_CV):
+        from verl_opsd.distill.dense_triton import KernelPasses
+
+        return KernelPasses(student_CV, teacher_CV, mixture)
+    return Passes(student_CV, teacher_CV, mixture)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from verl_opsd.distill import support
-from verl_opsd.distill.chunk import ROWS, ChunkInput, ChunkOutput, chunk_loss, default_rows, logits, matmul
+from verl_opsd.distill.chunk import ROWS, ChunkInput, ChunkOutput, chunk_loss, default_rows, logits, matmul, sum_to_zero
 from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
@@ -310,6 +310,7 @@ def _add_policy_gradient(
         by_logprob_C1, by_entropy_C1 = by_logprob_N[rows, None].to(dtype), by_entropy_N[rows, None].to(dtype)
         grad_CV = -p_CV * (by_logprob_C1 + by_entropy_C1 * (logp_CV + entropy_C1))
         grad_CV.scatter_add_(1, labels_N[rows, None], by_logprob_C1)
+        grad_CV = sum_to_zero(grad_CV, logp_CV)
         used_C1 = (by_logprob_C1 != 0) | (by_entropy_C1 != 0)
         grad_CV = torch.where(used_C1, grad_CV, 0.0).to(weight_VH.dtype)
         if grad_hidden_NH is not None:

@@ -13,6 +13,7 @@ from typing import Literal
 from torch import Tensor
 
 from verl_opsd.distill import divergence
+from verl_opsd.distill.dense import Mixture
 from verl_opsd.distill.weights import Weight
 from verl_opsd.errors import OpsdError
 
@@ -105,6 +106,20 @@ class LossSpec:
     def sampled(self) -> bool:
         """Whether the loss uses the sampled token alone."""
         return self.divergence in SAMPLED
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """How ``dense`` computes it; None on a support, of sampled tokens, and of a divergence of one's own."""
+        if self.support != "full":
+            return None
+        beta, skew = self.beta or 0.0, self.skew or 0.0
+        return {
+            "reverse_kl": Mixture(1.0, 0.0, 1.0),
+            "forward_kl": Mixture(0.0, 1.0, 0.0),
+            "jsd": Mixture(beta, beta, 1 - beta),
+            "skewed_reverse_kl": Mixture(1 - skew, 0.0, 1.0),
+            "skewed_forward_kl": Mixture(skew, 1.0, 0.0),
+        }.get(self.divergence)
 
     @property
     def needs_labels(self) -> bool:

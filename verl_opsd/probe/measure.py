@@ -81,9 +81,9 @@ def divergence(student: Head, teacher: Head, temperature: float = 1.0) -> tuple[
     for start in range(0, len(student.hidden_NH), CHUNK):
         rows = slice(start, start + CHUNK)
         s, t = student.logits(rows) / temperature, teacher.logits(rows) / temperature
-        norms = dense.norms(s, t)
-        kl.append(dense.kl_and_grad(s, t, norms, None, s.dtype)[0].cpu().numpy())
-        agree.append(norms.agree_C.cpu().numpy())
+        scored = dense.score(s, t)
+        kl.append(scored.value_C.cpu().numpy())
+        agree.append(scored.norms.agree_C.cpu().numpy())
     return np.concatenate(kl), np.concatenate(agree)
 
 

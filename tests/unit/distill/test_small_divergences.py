@@ -14,7 +14,8 @@ from verl_opsd.distill import dense
 def both(student: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(KL, gradient by the student's logits) of the float32 path, and the same from the definition in float64."""
     one = torch.ones(len(student))
-    kl, grad = dense.kl_and_grad(student, teacher, dense.norms(student, teacher), one, torch.float32)
+    scored = dense.score(student, teacher)
+    kl, grad = scored.value_C, scored.grad(one, torch.float32)
     leaf = student.double().requires_grad_()
     want = reference.kl(reference.softmax(leaf), reference.softmax(teacher.double()))
     (want_grad,) = torch.autograd.grad(want.sum(), leaf)
