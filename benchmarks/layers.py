@@ -1,6 +1,6 @@
 """What each choice of kernels and checkpointing gains, on layers of the 9B and a 4-layer cut of it.
 
-    python benchmarks/layers.py [--context 32768] [--agree 16384 32768 65536]
+    python benchmarks/layers.py [--context 32768] [--agree 16384 32768 65536] [--parts operations layers agree]
 
 Tables: the gradient check of the delta rule; single operations (seconds forward and backward) in torch, compiled, and fused; attention
 backends; whole layers in transformers' code and in this project's, with the bytes they keep beside those that planning/shape.py counts;
@@ -20,9 +20,13 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from workload import Student, Table, as_batch, configs, free, timed, trajectory
 
 from verl_opsd.models import checkpointing, kernels
+from verl_opsd.models.attention import causal
 from verl_opsd.models.gated_delta import FlaKernels, TorchKernels, torch_conv
 from verl_opsd.planning.shape import ModelShape
 from verl_opsd.verl_adapter.passes import jagged
@@ -97,7 +101,16 @@ def operations(table: Table, device: torch.device, config: Any, context: int) ->
             with sdpa_kernel([backend]):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
+        def repeated(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend = backend) -> Tensor:
+            with sdpa_kernel([backend]):
+                k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
         ops.row(f"causal attention, {backend.name.lower()}", attend, [q, k, v])
+        ops.row("the same, keys repeated", repeated, [q, k, v])
+    late = q[:, :, context // 2 :]
+    ops.row("causal attention of the second half", lambda q, k, v: causal(q, k, v, [0, q.shape[2]], None, 0.0), [late, k, v])
+    ops.row("causal attention, as it is chosen", lambda q, k, v: causal(q, k, v, [0, context], None, 0.0), [q, k, v])
     rule = FlaKernels() if cuda else TorchKernels()
     heads = [random(1, context, shape.linear_key_heads, shape.linear_key_dim) for _ in range(2)]
     values = random(1, context, shape.linear_value_heads, shape.linear_value_dim)
@@ -133,6 +146,25 @@ def layers(table: Table, student: Student, context: int, label: str) -> None:
         ops.row(f"{kind} layer, {label} ({counted:.2f} GB counted)", work, [x])
 
 
+def by_definition(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Causal attention as transformers' interface, in plain products; a block of queries at a time, made again in backward."""
+    groups, block = query.shape[1] // key.shape[1], 1024
+    key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+
+    def part(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        scores = scaling * q @ k.transpose(2, 3)
+        later = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1 + start)
+        return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+
+    out = []
+    for start in range(0, query.shape[2], block):
+        end = min(start + block, query.shape[2])
+        out.append(checkpoint(part, query[:, :, start:end], key[:, :, :end], value[:, :, :end], start, use_reentrant=False))
+    return torch.cat(out, dim=2).transpose(1, 2), None
+
+
 def agreement(
     table: Table, config: Any, choice: kernels.Choice, device: torch.device, context: int, turns: int, reply: int
 ) -> None:
@@ -142,25 +174,29 @@ def agreement(
     for k, p in student.model.named_parameters():
         if "lora_B" in k:
             p.data.normal_(0.0, 0.01, generator=generator)
-    reference = copy.deepcopy(student)
+    plain, reference = copy.deepcopy(student), copy.deepcopy(student)
     reference.model.float()
     student.fuse(choice)
     kernels.install(reference.model, kernels.choose(kernels.Facts(False, False, None, None, None, False)), TorchKernels())
+    ALL_ATTENTION_FUNCTIONS.register("by_definition", by_definition)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("by_definition", lambda *args, **kwargs: None)
+    reference.model.get_base_model().set_attn_implementation("by_definition")
     batch = as_batch([trajectory(context, turns, reply, 0, config.vocab_size)])
     n, seed = turns * reply, torch.Generator(device).manual_seed(4)
     signal = 2 * torch.randn(n, config.hidden_size, generator=seed, device=device).bfloat16()
     head_VH = student.head.weight.detach().roll(1, 0)
     results = []
-    for one, dtype in ((student, torch.bfloat16), (reference, torch.float32)):
+    for one, dtype in ((student, torch.bfloat16), (plain, torch.bfloat16), (reference, torch.float32)):
         checkpointing.apply(one.model, checkpointing.everything(config.num_hidden_layers))
         free()
         loss = one.backward(batch | {"opsd_signal": jagged([signal.to(dtype)])}, head_VH.to(dtype), dtype)
         results.append((loss, torch.cat([p.grad.flatten().cpu() for p in one.model.parameters() if p.grad is not None])))
         one.optimizer.zero_grad()
-    (loss, grad), (want, want_grad) = results
-    cosine = float(torch.cosine_similarity(grad.double(), want_grad.double(), dim=0))
+    (loss, grad), (_, plain_grad), (want, want_grad) = results
+    cosine, plainly = (float(torch.cosine_similarity(g.double(), want_grad.double(), dim=0)) for g in (grad, plain_grad))
     table.say(
-        f"{context:8} loss {loss:.6f} against {want:.6f}: {abs(loss / want - 1):.1e} relative; gradient cosine {cosine:.6f}"
+        f"{context:8} loss {loss:.6f} against {want:.6f}: {abs(loss / want - 1):.1e} relative; gradient cosine of plain "
+        f"transformers in bf16 {plainly:.6f}, ours: gradient cosine {cosine:.6f}"
     )
 
 
@@ -168,6 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--agree", type=int, nargs="*", default=[16384, 32768, 65536])
+    parser.add_argument("--parts", nargs="+", default=["operations", "layers", "agree"])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(argv)
@@ -188,13 +225,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     rule = FlaKernels() if choice.delta == "fla" else TorchKernels()
     errors = kernels.check(config, device, torch.bfloat16, rule)
     table.say("gradient check: " + ", ".join(f"{k} {v:.1e}" for k, v in errors.items()))
-    operations(table, device, config, args.context)
-    student = Student.of(config, device)
-    layers(table, student, args.context, "transformers")
-    student.fuse(choice)
-    layers(table, student, args.context, "fused")
-    del student
-    for context in args.agree:
+    if "operations" in args.parts:
+        operations(table, device, config, args.context)
+    if "layers" in args.parts:
+        student = Student.of(config, device)
+        layers(table, student, args.context, "transformers")
+        student.fuse(choice)
+        layers(table, student, args.context, "fused")
+        del student
+    for context in args.agree if "agree" in args.parts else []:
         free()
         turns, reply = (4, 5) if args.tiny else (60, 30)
         try:

@@ -6,6 +6,7 @@ Random weights of the real shapes, made on the device; synthetic trajectories of
 head, kernels, checkpointing by budget) and its device teacher. Measured in the same run: the rate of a bf16 matrix product,
 plain transformers (SDPA, every layer checkpointed, PEFT's LoRA), and the layout of one pass per turn with the teacher's top 20.
 ``share`` is the part of the matrix rate reached by 6 N FLOP a token of the student and 2 N of the teacher, attention left out.
+Every row is run twice and the second run is given; a note says so where the first took much longer (compilation for a new length).
 ``--tiny`` runs the same code with small shapes anywhere; its numbers say nothing.
 """
 
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
+from profiling import where
 from torch import Tensor
 from workload import Student, Table, as_batch, build, configs, free, matmul_rate, passes_of, timed, trajectory
 
@@ -134,7 +136,6 @@ class Bench:
         work: Callable[[], Any],
         tokens: float,
         flop: float,
-        warm: int = 1,
         note: Callable[[], str] = str,
         devices: Sequence[torch.device] = (),
     ) -> float:
@@ -144,14 +145,34 @@ class Bench:
             return float("nan")
         free()
         try:
-            seconds, peaks = timed(work, devices or self.devices, warm)
+            first, _ = timed(work, devices or self.devices, 0)
+            retries = self.retries()
+            seconds, peaks = timed(work, devices or self.devices, 0)
         except torch.OutOfMemoryError as error:
             self.table.say(f"{context:8} {what:30} out of memory: {str(error)[:90]}")
             return float("nan")
         peak = " ".join(f"{p / 1e9:.1f}" for p in peaks)
         share = flop / seconds / self.rate
-        self.table.say(f"{context:8} {what:30} {seconds:8.2f} {tokens / seconds:9.0f} {share:6.2f} {peak:>16}  {note()}")
+        notes = [note()] if note() else []
+        if first > 1.1 * seconds:
+            notes.append(f"{first:.2f} s at first")
+        if self.retries() > retries:
+            notes.append("the allocator had to return memory")
+        self.table.say(
+            f"{context:8} {what:30} {seconds:8.2f} {tokens / seconds:9.0f} {share:6.2f} {peak:>16}  {'; '.join(notes)}"
+        )
         return seconds
+
+    def retries(self) -> int:
+        """How often the first device's allocator gave everything back to find room."""
+        return int(torch.cuda.memory_stats(self.devices[0])["num_alloc_retries"]) if self.devices[0].type == "cuda" else 0
+
+    def profile(self, context: int, what: str, work: Callable[[], Any]) -> None:
+        """Where the time of a row goes, if it was asked for."""
+        if context in self.args.profile and self.devices[0].type == "cuda" and time.monotonic() < self.stop_at:
+            self.table.say(f"# {context} {what}, under the profiler:")
+            for line in where(work):
+                self.table.say(f"#   {line}")
 
     def batch(self, context: int) -> dict[str, Tensor]:
         """One trajectory as a batch, with a random signal in the place of the teacher's."""
@@ -182,7 +203,7 @@ class Bench:
         n_loss = self.turns * self.reply
         head_VH = None if teacher_model is None else teacher_model.get_output_embeddings().weight.detach().to(near)
         per_turn = plain = float("nan")
-        context = self.args.contexts[min(1, len(self.args.contexts) - 1)]
+        context = turns_context = self.args.contexts[min(1, len(self.args.contexts) - 1)]
         if "turns" in parts:
             assert student is not None
             seeds = Seeds(student, teacher_model)
@@ -197,12 +218,10 @@ class Bench:
             assert student is not None and teacher_model is not None and head_VH is not None
             batch = self.batch(context)
             ids_T = batch["opsd_view_ids"].unbind()[0][None].to(far)
-            plain = self.row(
-                context, "plain student", lambda: student.step(batch, head_VH), context, 6 * student_n * context, 0
-            )
+            plain = self.row(context, "plain student", lambda: student.step(batch, head_VH), context, 6 * student_n * context)
             with torch.no_grad():
                 work = lambda: teacher_model.model(input_ids=ids_T, use_cache=False)  # noqa: E731
-                plain += self.row(context, "plain teacher", work, context, 2 * teacher_n * context, 0)
+                plain += self.row(context, "plain teacher", work, context, 2 * teacher_n * context)
             self.table.say(f"{context:8} {'plain pair':30} {plain:8.2f} {context / plain:9.0f}")
         if {"student", "pair"} & set(parts):
             if near.type == "cuda":
@@ -214,24 +233,31 @@ class Bench:
         if teacher_model is not None and {"teacher", "pair", "fp8"} & set(parts):
             teacher = DeviceTeacher.of(teacher_model, torch.bfloat16, far, "teacher")
         for context in self.args.contexts:
-            self.one_context(context, student, teacher, head_VH, student_n, teacher_n, n_loss, per_turn)
+            compared = per_turn if context == turns_context else float("nan")
+            self.one_context(context, student, teacher, head_VH, student_n, teacher_n, n_loss, compared)
         if "fp8" in parts and teacher is not None:
-            self.fp8(teacher, teacher_n)
+            self.fp8(teacher, teacher_n, student, head_VH)
 
-    def fp8(self, teacher: DeviceTeacher, teacher_n: int) -> None:
-        """The same teacher in FP8: its rate, and the divergence of its distributions from those in bf16."""
+    def fp8(self, teacher: DeviceTeacher, teacher_n: int, student: Student | None, head_VH: Tensor | None) -> None:
+        """The same teacher in FP8: its rate, the pair's with it, and the divergence of its distributions from those in bf16."""
         context = self.args.contexts[min(1, len(self.args.contexts) - 1)]
-        passes = passes_of(self.batch(context))
+        batch = self.batch(context)
+        passes = passes_of(batch)
         exact_NH = teacher.score(passes).hidden_NH
         products = fp8.convert(teacher._model)
         free()
-        teacher.score(passes)
         work = lambda: teacher.score(passes)  # noqa: E731
-        self.row(context, "teacher, FP8", work, context, 2 * teacher_n * context, 0, lambda: f"{products} products")
+        self.row(context, "teacher, FP8", work, context, 2 * teacher_n * context, lambda: f"{products} products")
         rounded_NH = teacher.score(passes).hidden_NH
         assert exact_NH is not None and rounded_NH is not None
         found = fp8.error(exact_NH.to(self.devices[-1]), rounded_NH.to(self.devices[-1]), teacher.weight_VH)
         self.table.say("# FP8 against bf16, reverse KL in nats: " + ", ".join(f"{k} {v:.2e}" for k, v in found.items()))
+        if student is not None and head_VH is not None:
+            free()
+            chosen = self.choose(student, context)
+            both = lambda: (teacher.score(passes), student.step(batch, head_VH))  # noqa: E731
+            flop = (6 * student.shape.body + 2 * teacher_n) * context
+            self.row(context, "pair, FP8 teacher", both, context, flop, lambda: chosen)
 
     def one_context(
         self,
@@ -246,7 +272,6 @@ class Bench:
     ) -> None:
         """Student, teacher and both at one context."""
         batch = self.batch(context)
-        warm = 1 if context <= 32768 else 0
         seconds: dict[str, float] = {}
         parts, expected = set(self.args.parts), ["", ""]
         if student is not None and {"student", "pair"} & parts:
@@ -258,7 +283,8 @@ class Bench:
                 weight = torch.zeros(size, device=self.devices[0], dtype=torch.bfloat16)
             work = lambda: student.step(batch, weight)  # noqa: E731
             flop = 6 * student_n * context
-            seconds["student"] = self.row(context, "student", work, context, flop, warm, lambda: expected[0])
+            seconds["student"] = self.row(context, "student", work, context, flop, lambda: expected[0])
+            self.profile(context, "student", work)
         if teacher is not None:
             there = torch.cuda.memory_allocated(self.devices[-1]) if self.devices[-1].type == "cuda" else 0.0
             bytes_ = there + memory.score_bytes(ModelShape.of(self.teacher_config), context + self.brief, teacher.part)
@@ -267,7 +293,8 @@ class Bench:
             passes = passes_of(batch)
             work = lambda: teacher.score(passes)  # noqa: E731
             flop = 2 * teacher_n * context
-            seconds["teacher"] = self.row(context, "teacher", work, context, flop, warm, lambda: expected[1])
+            seconds["teacher"] = self.row(context, "teacher", work, context, flop, lambda: expected[1])
+            self.profile(context, "teacher", work)
         if student is None or teacher is None or "pair" not in self.args.parts or head_VH is None:
             return
         flop = (6 * student_n + 2 * teacher_n) * context
@@ -279,7 +306,7 @@ class Bench:
                 assert hidden_NH is not None
                 student.step(batch | {"opsd_signal": jagged([hidden_NH])}, head_VH)
 
-            both = self.row(context, "pair, one after the other", work, context, flop, 0)
+            both = self.row(context, "pair, one after the other", work, context, flop)
         else:
             self.table.say(
                 f"{context:8} {'pair, sum of the two':30} {both:8.2f} {context / both:9.0f} {flop / both / self.rate:6.2f}"
@@ -315,7 +342,7 @@ class Bench:
             def note(chosen: str = chosen, answers: list[Any] = answers) -> str:
                 return f"{chosen}; teacher alone {answers[-1][0]:.2f} s, peak {answers[-1][1][0] / 1e9:.1f} GB"
 
-            self.row(context, "pair, side by side", both, context, flop * context / 2, 1, note, [near])
+            self.row(context, "pair, side by side", both, context, flop * context / 2, note, [near])
         remote.pipe.send(None)
 
     def choose(self, student: Student, context: int) -> str:
@@ -335,6 +362,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--devices", type=int, default=1, choices=[1, 2], help="2: the teacher has one of its own")
     parser.add_argument("--cap-gb", type=float, help="memory that this process may take of each device")
     parser.add_argument("--limit-s", type=float, default=1e9, help="no row begins after this many seconds")
+    parser.add_argument(
+        "--profile", type=int, nargs="*", default=[], help="contexts at which the student's and teacher's kernels are listed"
+    )
     parser.add_argument("--out", type=Path, help="also write the table here, row by row")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(argv)

@@ -39,7 +39,7 @@ TINY = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-LOSS = OpsdLoss(teacher="device", chunk=256)
+LOSS = OpsdLoss(teacher="device")
 
 
 def configs(tiny: bool) -> tuple[Qwen3_5TextConfig, Qwen3_5TextConfig]:

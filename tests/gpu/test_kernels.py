@@ -178,6 +178,25 @@ def test_one_pass_on_identical_near_and_masked_rows() -> None:
     assert abs(float(kl[1] - reference.kl(p, q))) < 1e-5 * float(kl[1]) + 1e-9
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("late, tokens", [(1, 700), (128, 1000), (1000, 1777)])
+def test_attention_over_carried_keys_is_the_definition(late: int, tokens: int) -> None:
+    from verl_opsd.models import attention
+
+    g = torch.Generator("cuda").manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, n, 256, device="cuda", generator=g).bfloat16()
+        for heads, n in ((8, late), (2, tokens), (2, tokens))
+    )
+    if torch.cuda.get_device_capability() >= (9, 0):
+        assert attention._cudnn_is_fastest(query, key, value)
+    out = attention.causal(query, key, value, [0, late], None, 0.0)
+    scores = query.float() @ key.float().repeat_interleave(4, 1).mT / 16
+    later = torch.ones(late, tokens, dtype=torch.bool, device="cuda").triu(1 + tokens - late)
+    want = scores.masked_fill(later, -torch.inf).softmax(-1) @ value.float().repeat_interleave(4, 1)
+    assert (out.float() - want).norm() < 5e-3 * want.norm()
+
+
 @pytest.mark.parametrize("positions", [16384, 65536])
 def test_peak_memory_does_not_grow_with_the_positions(positions: int) -> None:
     """64k loss positions of a 248k vocabulary: below 1 GB above the inputs and the gradient that is returned."""

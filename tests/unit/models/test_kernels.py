@@ -12,7 +12,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from verl_opsd.errors import OpsdError
-from verl_opsd.models import kernels
+from verl_opsd.models import attention, kernels
 from verl_opsd.models.attention import ATTENTION
 from verl_opsd.models.gated_delta import CarriedState, ReferenceKernels, TorchKernels
 
@@ -52,6 +52,23 @@ def models() -> tuple[Any, Any]:
 
 
 IDS = torch.randint(97, (1, 150), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("late", [1, 40, 149])
+def test_attention_over_carried_keys_in_two_parts_is_the_definition(late: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    query, key, value = (3 * torch.randn(2, heads, n, 16, generator=g) for heads, n in ((4, late), (2, 150), (2, 150)))
+
+    def by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> attention.Attended:
+        scores = q.double() @ k.double().repeat_interleave(2, 1).mT / 4
+        if is_causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
+        return scores.softmax(-1) @ v.double().repeat_interleave(2, 1), scores.logsumexp(-1)
+
+    whole = torch.zeros(2, 4, 150, 16)
+    whole[:, :, -late:] = query
+    want = by_definition(whole, key, value, True)[0][:, :, -late:]
+    torch.testing.assert_close(attention.in_two(query, key, value, by_definition), want)
 
 
 @torch.no_grad()
