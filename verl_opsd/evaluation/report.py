@@ -23,6 +23,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.statistics import wilson
 from verl_opsd.evidence.chain import lines
 from verl_opsd.evidence.predictions import JUDGED
+from verl_opsd.metering import devices_of, tokens_a_second
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.branches import build_trajectories, statistics
 from verl_opsd.tokens.records import TOKEN_CLASSES, Episode
@@ -235,6 +236,8 @@ def build_report(run: RunDir, opsd: OpsdConfig, episodes: Sequence[Episode]) -> 
         ),
         "branches": statistics(branches) if branches else {},
         "seconds": dict(seconds),
+        "tokens_a_second": tokens_a_second(stages, opsd.loss.epochs),
+        "devices": devices_of(stages),
         "gates": {
             "passed": sum(g["verdict"] == "pass" for g in gates),
             "failed": [g for g in gates if g["verdict"] == "fail"],
@@ -299,6 +302,12 @@ def print_table(path: Path) -> None:
             table.add_row("kept by the threshold, by round", "  ".join(f"{x:.1%}" for x in r["kept_share_by_round"]))
         table.add_row("tokens a loss token", f"{r['tokens_per_loss_token']:.1f}")
     table.add_row("seconds by stage", "  ".join(f"{k} {v:.1f}" for k, v in r["seconds"].items()))
+    if r.get("tokens_a_second"):
+        table.add_row("tokens a second", "  ".join(f"{k} {v:.0f}" for k, v in r["tokens_a_second"].items()))
+    if devices := r.get("devices"):
+        idle = {k: sorted(row.values()) for k, row in devices["idle"].items()}
+        table.add_row("idle devices by stage", "  ".join(f"{k} {v[0]:.0%} to {v[-1]:.0%}" for k, v in idle.items()))
+        table.add_row("peak memory (GB)", "  ".join(f"{k} {v / 1e9:.2f}" for k, v in devices["peak_bytes"].items()))
     table.add_row("gates", f"{r['gates']['passed']} passed, {len(r['gates']['failed'])} failed")
     for name, rows in r.get("predictions", {}).items():
         table.add_row(f"predictions {name}", ", ".join(f"{p['metric']} {p['verdict']}" for p in rows))

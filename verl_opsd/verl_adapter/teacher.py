@@ -23,6 +23,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from torch import Tensor
 
 from verl_opsd.errors import InfraFault, OpsdError
+from verl_opsd.metering import Meter, Sample, here
 from verl_opsd.teachers.base import Pass, Voice, slots_of
 from verl_opsd.teachers.device import TOLERANCE, DeviceTeacher, check_passes
 
@@ -58,6 +59,7 @@ class TeacherWorker:
 
     def __init__(self, path: str, dtype: str, name: str):
         self._path, self._dtype, self._name, self._rank = path, getattr(torch, dtype), name, 0
+        self._meter: Meter | None = None
 
     def meeting_point(self) -> str:
         """An address of this host at which the ranks of a replica can meet."""
@@ -82,6 +84,11 @@ class TeacherWorker:
     def head_weight(self) -> Tensor:
         """[V, H] the vocabulary weight, on the host."""
         return self._teacher.weight_VH.cpu()
+
+    def samples(self) -> list[Sample]:
+        """See ``OpsdWorker.opsd_samples``."""
+        self._meter = self._meter or Meter(here())
+        return self._meter.take()
 
     def score(self, rows: Sequence[Sequence[Pass]]) -> Tensor:
         """[N, H] hidden states of this rank's row of ``rows`` (one a rank, empty where there are fewer), on the host."""
@@ -178,6 +185,19 @@ class TeacherPool:
         """[V, H] the vocabulary weight in the teacher's dtype."""
         ref = self._replicas[0].workers[0].head_weight.remote()
         return (await self._wait([ref], self._start_timeout_s, "sending its head"))[0]
+
+    async def samples(self) -> list[list[Sample]]:
+        """:meth:`TeacherWorker.samples` of each worker, after what it is working on; none of one that has died."""
+        workers = [w for r in self._replicas for w in r.workers]
+
+        async def ask(worker: Any) -> list[Sample]:
+            try:
+                found: list[Sample] = await worker.samples.remote()
+            except RayActorError:  # it is started again at its next row
+                return []
+            return found
+
+        return list(await asyncio.gather(*map(ask, workers)))
 
     async def score(self, rows: Sequence[Sequence[Pass]]) -> list[Tensor]:
         """Scores rows; calls may overlap.

@@ -18,6 +18,7 @@ from torch import Tensor
 from verl_opsd.config import OpsdConfig
 from verl_opsd.config_teacher import ModelTeacher
 from verl_opsd.errors import OpsdError
+from verl_opsd.metering import Sample
 from verl_opsd.paths import cache_dir
 from verl_opsd.teachers.base import Pass, Voice, common, on_the_wire
 from verl_opsd.teachers.cache import SignalCache, TeacherKey, revision_of
@@ -56,6 +57,10 @@ class ServerPool:
     async def head_weight(self) -> Tensor | None:
         """None: a support signal needs no vocabulary weight."""
         return None
+
+    async def samples(self) -> list[list[Sample]]:
+        """None: its devices are another host's."""
+        return []
 
     async def score(self, rows: Sequence[Sequence[Pass]]) -> list[Tensor]:
         """See :meth:`TeacherPool.score`; packed support signals."""
@@ -126,6 +131,11 @@ class TeacherQueue:
             found[i] = signal
         return [signal for signal in found if signal is not None]
 
+    async def samples(self) -> list[list[Sample]]:
+        """Of each worker (``TeacherPool.samples``)."""
+        found: list[list[Sample]] = await self._pool.samples()
+        return found
+
     async def report(self) -> dict[str, int]:
         """Counts for a stage's manifest."""
         counts = await asyncio.to_thread(self._cache.report) if self._cache is not None else {}
@@ -149,6 +159,10 @@ class TeacherHandle:
     def head_weight(self) -> Any:
         """Reference, in Ray's object store, to the vocabulary weight; the driver does not load it."""
         return self.actor.head_weight.remote()
+
+    def samples(self) -> dict[str, list[Sample]]:
+        """See :meth:`TeacherQueue.samples`; by the name of the device."""
+        return {f"{self.name} {n}": samples for n, samples in enumerate(ray.get(self.actor.samples.remote()))}
 
     def report(self) -> dict[str, int]:
         """See :meth:`TeacherQueue.report`."""

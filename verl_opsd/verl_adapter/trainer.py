@@ -38,6 +38,7 @@ from verl_opsd.evaluation import canary
 from verl_opsd.evaluation.page.episodes import Options
 from verl_opsd.evaluation.plan import Progress
 from verl_opsd.evaluation.write import write_report
+from verl_opsd.metering import Sample, Stages
 from verl_opsd.rundir import RunDir
 from verl_opsd.teachers.base import common
 from verl_opsd.teachers.cache import tokenizer_hash
@@ -117,6 +118,7 @@ class OpsdTrainer(PPOTrainerSync):
     def __init__(self, config: Any):
         self.opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
         self.run_dir = RunDir.from_env()
+        self.devices = Stages()
         self._groups = 1
         self._stage_started = 0.0
         self._controlled = False
@@ -180,6 +182,7 @@ class OpsdTrainer(PPOTrainerSync):
         guards.startup_checks(self)
         super().on_init_end()
         guards.after_publish(self, batch=None)
+        self._samples()  # from here on every device is sampled
 
     def _resume(self) -> None:
         """Moves aside what rounds after the checkpoint left. An evaluation that was due and did not end is run again."""
@@ -307,8 +310,17 @@ class OpsdTrainer(PPOTrainerSync):
     def _finish_stage(self, name: str, ended: float | None = None, **outputs: Any) -> None:
         """The next stage starts where this one ended: now, when left out."""
         started, self._stage_started = self._stage_started, time.time() if ended is None else ended
+        self.devices.add(self._samples())
+        outputs["devices"] = self.devices.end(self._stage_started)
         with self.run_dir.stage(self.global_steps, name, started=started, ended=self._stage_started) as out:
             out.update(outputs)
+
+    def _samples(self) -> dict[str, list[Sample]]:
+        """How busy and full each device was since the last call."""
+        found = {f"student {rank}": s for rank, s in enumerate(self.actor_rollout_wg.opsd_samples())}
+        for t in self.teachers:
+            found |= t.samples()
+        return found
 
     # ---- rows ---------------------------------------------------------------------------------------------------------
 
@@ -367,6 +379,7 @@ class OpsdTrainer(PPOTrainerSync):
         metrics["opsd/loss_tokens"] = loss_tokens
         metrics["opsd/tokens_per_loss_token"] = tokens / loss_tokens
         self._sequence_tokens, self._loss_tokens = tokens, loss_tokens
+        self._student_tokens = sum(s["input_ids"].numel() for s in stored)
         return tq.kv_batch_put(
             keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(batch))
         )
@@ -445,6 +458,8 @@ class OpsdTrainer(PPOTrainerSync):
             loss=self.last_loss,
             loss_tokens=self._loss_tokens,
             sequence_tokens=self._sequence_tokens,
+            student_tokens=self._student_tokens,
+            view_tokens=self._sequence_tokens - self._student_tokens,
             **self._means,
         )
         self._last_batch = batch

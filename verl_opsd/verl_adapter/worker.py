@@ -18,6 +18,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_opsd.errors import OpsdError
+from verl_opsd.metering import Meter, Sample, here
 from verl_opsd.teachers.base import Voice
 from verl_opsd.verl_adapter import checks, export
 from verl_opsd.verl_adapter.engine import OpsdEngine
@@ -164,6 +165,7 @@ class OpsdWorker(ActorRolloutRefWorker):
 
     actor_worker_cls = OpsdTrainingWorker
     actor: OpsdTrainingWorker  # type: ignore[assignment]
+    _meter: Meter | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         select_engine()
@@ -216,6 +218,12 @@ class OpsdWorker(ActorRolloutRefWorker):
     def opsd_score_seconds(self) -> float:
         """Seconds in which this rank scored the rows of the last update."""
         return self.actor.score_seconds
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
+    def opsd_samples(self) -> list[Sample]:
+        """How busy and full this rank's device was since the last call (``metering``); the first one starts it."""
+        self._meter = self._meter or Meter(here())
+        return self._meter.take()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def opsd_export_adapter(self, folder: str) -> None:
