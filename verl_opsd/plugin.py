@@ -22,6 +22,9 @@ from typing import Any
 from verl_opsd import SUPPORTED_VERL
 from verl_opsd.paths import cache_dir
 
+#: Starts of the names of variables that processes of a run need, where Ray does not inherit them from the run's own process.
+FORWARDED = ("OPSD_", "VERL_", "HF_", "VLLM_", "NCCL_", "WANDB_", "OMP_NUM_THREADS", "TMPDIR", "PYTHON", "GLIBC_TUNABLES")
+
 _HOOKS: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
@@ -33,7 +36,8 @@ def register_resolvers() -> None:
     workers leave to the student. ``opsd_teacher_devices``: those that a device teacher takes of a scale. ``opsd_round``: the least
     multiple of the student's ranks that is not below a number of pairs. ``opsd_threads``: threads of a process when so many share this host's
     cores. ``opsd_ray_tmp``: a new short directory for Ray's session, removed after the run. ``opsd_start``: time of the start, the same
-    for all ranks that one torchrun has started. ``opsd_port``: torchrun's port, or a free one.
+    for all ranks that one torchrun has started. ``opsd_port``: torchrun's port, or a free one. ``opsd_ray_env``: Ray's runtime_env with the
+    variables of this process that start with :data:`FORWARDED`.
     """
     from omegaconf import OmegaConf
 
@@ -46,6 +50,7 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver(
         "opsd_threads", lambda processes: max(1, len(os.sched_getaffinity(0)) // processes), replace=True
     )
+    OmegaConf.register_new_resolver("opsd_ray_env", _ray_environment, replace=True)
     OmegaConf.register_new_resolver("opsd_start", _start_time, replace=True)
     OmegaConf.register_new_resolver("opsd_port", _port, replace=True)
     OmegaConf.register_new_resolver("opsd_ray_tmp", lambda: f"/tmp/opsd-ray-{uuid.uuid4().hex[:8]}", replace=True)
@@ -69,6 +74,10 @@ def _scale_from_hardware() -> str:
 
     n = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return "local" if n == 0 else "gpu1" if n == 1 else "gpu2" if n < 8 else "gpu8"
+
+
+def _ray_environment() -> dict[str, dict[str, str]]:
+    return {"env_vars": {k: v for k, v in sorted(os.environ.items()) if k.startswith(FORWARDED)}}
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -85,6 +86,37 @@ def check_hardware(config: DictConfig, opsd: OpsdConfig) -> None:
             "leave scale out (it is chosen from the hardware), rehearse the layout of eight without them (scale=cpu8), or use a Ray "
             "cluster that has them (trainer.nnodes)",
         )
+
+
+def check_ray(config: DictConfig) -> None:
+    """A run starts a Ray cluster of its own, or joins the one that is named; which one, the configuration says.
+
+    Raises:
+        OpsdError: the environment names a cluster that the configuration does not join, or there is none to join, or several.
+    """
+    from ray._private.services import find_gcs_addresses
+
+    named, joins = os.environ.get("RAY_ADDRESS", ""), OmegaConf.select(config, "ray_kwargs.ray_init.address") is not None
+    if named and not joins:
+        raise OpsdError(
+            f"RAY_ADDRESS={named} and a run that starts its own Ray cluster",
+            "Ray joins the named cluster, and then refuses the sizes that this scale sets for its own",
+            "add +ray=attached to join it, or unset RAY_ADDRESS",
+        )
+    if not joins:
+        return
+    found = {named} if named else set(find_gcs_addresses())
+    host, _, port = next(iter(found), "").rpartition(":")
+    try:
+        if len(found) != 1 or not port.isdigit():
+            raise ConnectionError(f"clusters of this host: {', '.join(sorted(found)) or 'none'}")
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise OpsdError(
+            f"+ray=attached with RAY_ADDRESS={named}: {error}",
+            "a run joins the one cluster that RAY_ADDRESS=HOST:PORT names, or the only one of this host",
+            "start it (`ray start --head`) and name it, or leave out +ray=attached",
+        ) from error
 
 
 def check_rollout(rollout: DictConfig) -> None:
