@@ -118,6 +118,12 @@ def layouts(gpus: int) -> list[Layout]:
     return [Layout(1, 0)] if gpus == 1 else [Layout(gpus - t, t) for t in range(1, gpus // 2 + 1)]
 
 
+def gathered_bytes(shape: ModelShape, ranks: int) -> float:
+    """What FSDP2 gathers of a model over several devices: two layers at a time, and the two vocabulary weights."""
+    layers = 2 * max(shape.layer_parameters(k) for k in shape.kinds)
+    return float(BF16 * (layers + 2 * shape.vocab * shape.hidden)) if ranks > 1 else 0.0
+
+
 def estimate(
     student: ModelShape, teacher: ModelShape, layout: Layout, device: Device, context: int, rank: int, brief: int, part: int
 ) -> Estimate:
@@ -128,9 +134,7 @@ def estimate(
     """
     room = memory.usable(device.bytes_)
     weights = memory.student_bytes(student, rank) / layout.student
-    gathered = 0.0
-    if layout.student > 1:  # FSDP2 gathers two layers at a time, and the two vocabulary weights
-        gathered = BF16 * (2 * max(student.layer_parameters(k) for k in student.kinds) + 2 * student.vocab * student.hidden)
+    gathered = gathered_bytes(student, layout.student)
     head = BF16 * student.vocab * teacher.hidden if layout.teacher else 0.0
     scoring = memory.score_bytes(teacher, context + brief, part)
     shared = memory.teacher_bytes(teacher) if layout.teacher == 0 else 0.0

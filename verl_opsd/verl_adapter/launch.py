@@ -32,9 +32,11 @@ from verl_opsd.verl_adapter.contradictions import check_folders, check_rounds, c
 from verl_opsd.verl_adapter.found import check_siblings, freeze_contract, record_tasks
 from verl_opsd.verl_adapter.ignored import check_ignored
 from verl_opsd.verl_adapter.keys import check_keys
+from verl_opsd.verl_adapter.memory_checks import check_memory
 from verl_opsd.verl_adapter.requirements import (
     check_chat,
     check_hardware,
+    check_ray,
     check_rollout,
     check_trl,
     ensure_student,
@@ -217,6 +219,7 @@ def check_host(config: DictConfig) -> OpsdConfig:
 
     opsd = parse(config)
     check_hardware(config, opsd)
+    check_ray(config)
     check_trl()
     check_rollout(config.actor_rollout_ref.rollout)
     check_contract(opsd.contract)
@@ -227,7 +230,7 @@ def check_host(config: DictConfig) -> OpsdConfig:
 
 
 def check_models(config: DictConfig, opsd: OpsdConfig) -> str:
-    """Makes the embedded student where it is missing; student, teacher, template and parser fit together.
+    """Makes the embedded student where it is missing; student, teacher, template and parser fit together, and the devices.
 
     Returns:
         The student's path.
@@ -236,6 +239,7 @@ def check_models(config: DictConfig, opsd: OpsdConfig) -> str:
     ensure_student(opsd, model_path)
     check_chat(opsd, model_path)
     check_teachers(opsd, model_path)
+    check_memory(config, opsd)
     return model_path
 
 
@@ -274,6 +278,8 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     write_data(run, [p for p in evaluation for _ in range(opsd.evaluation.seeds)], "val")
     write_json(run.path / "contract.json", contract.as_dict())
     budget.record(run, cost, opsd.budget)
+    for need in check_memory(config, opsd):
+        run.evidence("planned_memory", need.total, need.room, True, str(need))
     record_tasks(run, opsd, train, evaluation)
     if opsd.mode == "evaluate":
         from verl_opsd.verl_adapter import full_eval

@@ -160,9 +160,10 @@ class TeacherHandle:
         """Reference, in Ray's object store, to the vocabulary weight; the driver does not load it."""
         return self.actor.head_weight.remote()
 
-    def samples(self) -> dict[str, list[Sample]]:
-        """See :meth:`TeacherQueue.samples`; by the name of the device."""
-        return {f"{self.name} {n}": samples for n, samples in enumerate(ray.get(self.actor.samples.remote()))}
+    def samples(self) -> list[list[Sample]]:
+        """See :meth:`TeacherQueue.samples`."""
+        found: list[list[Sample]] = ray.get(self.actor.samples.remote())
+        return found
 
     def report(self) -> dict[str, int]:
         """See :meth:`TeacherQueue.report`."""

@@ -319,7 +319,8 @@ class OpsdTrainer(PPOTrainerSync):
         """How busy and full each device was since the last call."""
         found = {f"student {rank}": s for rank, s in enumerate(self.actor_rollout_wg.opsd_samples())}
         for t in self.teachers:
-            found |= t.samples()
+            name = "teacher" if len(self.teachers) == 1 else f"teacher {t.name}"
+            found |= {f"{name} {worker}": s for worker, s in enumerate(t.samples())}
         return found
 
     # ---- rows ---------------------------------------------------------------------------------------------------------
