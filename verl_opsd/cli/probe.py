@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +16,12 @@ from rich.table import Table
 from verl_opsd.errors import OpsdError
 
 if TYPE_CHECKING:
+    from verl_opsd.cooperbench.types import PairTask
+    from verl_opsd.privilege import Brief
     from verl_opsd.probe.states import BriefChoice
     from verl_opsd.rundir import RunDir
     from verl_opsd.teachers.device import DeviceTeacher
+    from verl_opsd.tokens.records import Episode
 
 #: Thresholds, where no file gives others: those of the run's own gates, written down before it.
 GATES = ("identity_max", "void_max", "shifted_min", "conditioning_min")
@@ -79,6 +84,13 @@ def _open(args: argparse.Namespace) -> tuple[RunDir, dict[str, Any], Any, BriefC
     return run, meta, AutoTokenizer.from_pretrained(path), choice, student, teacher
 
 
+def _hints(run: RunDir) -> Callable[[PairTask, Episode], dict[str, Brief]]:
+    """What the actors of a run had read in their own prompts."""
+    from verl_opsd.verl_adapter.actor_briefs import hints_of, read_by_actors
+
+    return functools.partial(hints_of, read_by_actors(run.path))
+
+
 def thresholds(file: Path | None, meta: dict[str, Any]) -> dict[str, float]:
     """The gates' thresholds: a file's, or those of the run.
 
@@ -112,7 +124,7 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
     if "brief" not in arms:
         raise OpsdError(f"arms {arms}", "the brief itself is always an arm", "add brief")
     dataset = meta["opsd"]["tasks"]["dataset"]
-    branches = read_branches(run, dataset, tokenizer, args.episodes)
+    branches = read_branches(run, dataset, tokenizer, args.episodes, _hints(run))
     workers = 1
     if args.device == "cpu":
         workers = len(os.sched_getaffinity(0))
@@ -133,7 +145,8 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
         status.update("prefix recovery")
         result["recovery"] = recover(branches, student, teacher, tokenizer, choice, args.placements[0])
     if args.teacher_run is not None:
-        theirs = read_branches(RunDir(args.teacher_run), dataset, tokenizer, args.episodes)
+        teachers = RunDir(args.teacher_run)
+        theirs = read_branches(teachers, dataset, tokenizer, args.episodes, _hints(teachers))
         result["teachability"]["teacher's trajectories"] = teachability(theirs, student)
     result |= {"brief": choice.name, "student": args.student or meta["student"], "teacher": args.teacher or "student's base"}
     verdicts = _verdicts(run, result, limits, args.placements[0], choice.name)
@@ -186,7 +199,7 @@ def show_why(args: argparse.Namespace, console: Console | None = None) -> int:
     from verl_opsd.probe.why import why
 
     run, meta, tokenizer, choice, student, teacher = _open(args)
-    branches = read_branches(run, meta["opsd"]["tasks"]["dataset"], tokenizer)
+    branches = read_branches(run, meta["opsd"]["tasks"]["dataset"], tokenizer, hints=_hints(run))
     found = why(branches, args.episode, args.agent, args.turn, student, teacher, tokenizer, choice, args.placement, args.tokens)
     table = Table(
         "position",

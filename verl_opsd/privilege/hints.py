@@ -12,6 +12,7 @@ from typing import NoReturn
 import numpy as np
 
 from verl_opsd.errors import OpsdError
+from verl_opsd.privilege.placement import ChatMarkers, chat_blocks
 from verl_opsd.tokens.records import Ids, Trajectory
 
 
@@ -69,6 +70,27 @@ def strip_hint(trajectory: Trajectory, hint_ids: Sequence[int], starts: Sequence
     written = trajectory.turn_index >= 0
     assert np.array_equal(out.input_ids[out.turn_index >= 0], trajectory.input_ids[written])
     return out
+
+
+def system_end(ids: Ids, markers: ChatMarkers) -> int:
+    """Position of the token that closes the first system message.
+
+    Raises:
+        OpsdError: the conversation does not begin with one.
+    """
+    blocks = chat_blocks(ids, markers)
+    if not blocks or blocks[0].role != "system" or blocks[0].start != 0:
+        raise OpsdError(
+            "a conversation that does not start with a system message",
+            "an actor's brief stands at the end of its system message",
+            "give every conversation a system message, or set opsd.actor_brief.name=none",
+        )
+    return blocks[0].close
+
+
+def without_hint(trajectory: Trajectory, hint_ids: list[int], markers: ChatMarkers) -> Trajectory:
+    """The trajectory as if its actor had not read the hint (:func:`strip_hint`)."""
+    return strip_hint(trajectory, hint_ids, [system_end(trajectory.input_ids, markers) - len(hint_ids)])
 
 
 def _refuse(what: str, way_out: str) -> NoReturn:

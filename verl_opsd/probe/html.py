@@ -86,7 +86,7 @@ def _groups(by: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def _teachability(result: Mapping[str, Any]) -> str:
-    rows = [[name, *(s[c] for c in ("mean", "max", "spike", "tokens"))] for name, s in result["teachability"].items()]
+    rows = [[name, s["mean"], s["max"], s["spike"], int(s["tokens"])] for name, s in result["teachability"].items()]
     return _table(["", "mean", "max", "spike (largest 1%)", "tokens"], rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from verl_opsd.cooperbench.dataset import POCKET_DIR
 from verl_opsd.cooperbench.pair_briefs import briefs_of, pair_elsewhere
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
-from verl_opsd.privilege import ChatMarkers, NoBrief, Placement, TeacherView, UserTurn, teacher_view
+from verl_opsd.privilege import Brief, ChatMarkers, NoBrief, Placement, TeacherView, UserTurn, teacher_view
+from verl_opsd.privilege.hints import without_hint
 from verl_opsd.rundir import RunDir
 from verl_opsd.teachers.base import Pass
 from verl_opsd.tokens.branches import build_trajectories, loss_positions
 from verl_opsd.tokens.classes import token_classes
-from verl_opsd.tokens.records import Trajectory
+from verl_opsd.tokens.records import Episode, Trajectory
 from verl_opsd.tokens.store import EpisodeStore
 
 #: Contexts of the teacher: the brief and what it is held against.
@@ -55,8 +56,17 @@ class BriefChoice:
     user_turn: UserTurn = "block"
 
 
-def read_branches(run: RunDir, dataset: str, tokenizer: Any, episodes: int | None = None) -> list[Branch]:
+def read_branches(
+    run: RunDir,
+    dataset: str,
+    tokenizer: Any,
+    episodes: int | None = None,
+    hints: Callable[[PairTask, Episode], Mapping[str, Brief]] = lambda pair, episode: {},
+) -> list[Branch]:
     """Branches with loss positions of the first scored training episodes of a run, in the order of their ids.
+
+    Args:
+        hints: the briefs that stand in an episode's prompts, by agent; they are taken out, as before training.
 
     Raises:
         OpsdError: no episodes, or fewer than were asked for.
@@ -67,17 +77,19 @@ def read_branches(run: RunDir, dataset: str, tokenizer: Any, episodes: int | Non
         )
     root = POCKET_DIR if dataset == "pocket" else Path(dataset).expanduser().resolve()
     out: list[Branch] = []
-    seen = 0
+    seen, markers = 0, ChatMarkers.from_tokenizer(tokenizer)
     for e in EpisodeStore(run.episodes).episodes():
         if e.split != "train" or not e.scored or (episodes is not None and seen == episodes):
             continue
         seen += 1
         pair = PairTask(root, e.repo, e.task_id, e.features, e.split)
         patches = {a.agent_id: a.patch for a in e.agents}
+        read = hints(pair, e)
         for agent in sorted({t.agent_id for t in e.turns}):
             turns = [t for t in e.turns if t.agent_id == agent]
             for t in build_trajectories(turns, classify=lambda ids: token_classes(ids.tolist(), tokenizer.decode)):
                 if t.loss_mask.any():
+                    t = without_hint(t, read[agent].ids(tokenizer), markers) if agent in read else t
                     out.append(Branch(t, pair, patches.get(agent, "")))
     if not out or (episodes is not None and seen < episodes):
         raise OpsdError(

@@ -20,9 +20,9 @@ from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
 from verl_opsd.privilege import Brief, ChatMarkers, NoBrief, chat_blocks, splice
 from verl_opsd.privilege.audit import gold_in_replies
-from verl_opsd.privilege.hints import strip_hint
+from verl_opsd.privilege.hints import system_end
 from verl_opsd.tokens.gateway import TokenBuilder, Tools
-from verl_opsd.tokens.records import Episode, Ids, Trajectory
+from verl_opsd.tokens.records import Episode
 
 
 class HintedBuilder:
@@ -43,22 +43,6 @@ class HintedBuilder:
     def without_reasoning(self, ids: list[int]) -> list[int]:
         """A reply's ids without its reasoning."""
         return self._inner.without_reasoning(ids)
-
-
-def system_end(ids: Ids, markers: ChatMarkers) -> int:
-    """Position of the token that closes the first system message.
-
-    Raises:
-        OpsdError: the conversation does not begin with one.
-    """
-    blocks = chat_blocks(ids, markers)
-    if not blocks or blocks[0].role != "system" or blocks[0].start != 0:
-        raise OpsdError(
-            "a conversation that does not start with a system message",
-            "an actor's brief stands at the end of its system message",
-            "give every conversation a system message, or set opsd.actor_brief.name=none",
-        )
-    return blocks[0].close
 
 
 def actor_briefs(config: ActorBriefConfig, pair: PairTask) -> dict[str, Brief]:
@@ -85,23 +69,27 @@ def collected_with(opsd: OpsdConfig) -> ActorBriefConfig:
     """What the actors of the episodes that this run trains on had read: its own, or that of the run that collected the corpus."""
     if opsd.corpus is None:
         return opsd.actor_brief
-    return _of_run(str(Path(opsd.corpus).expanduser().resolve()))
+    return read_by_actors(Path(opsd.corpus).expanduser().resolve())
 
 
 @functools.lru_cache(maxsize=8)
-def _of_run(path: str) -> ActorBriefConfig:
-    meta = Path(path, "meta.json")
+def read_by_actors(run: Path) -> ActorBriefConfig:
+    """What the actors of a run directory's own episodes had read; nothing where it has no ``meta.json``."""
+    meta = run / "meta.json"
     said = json.loads(meta.read_text())["opsd"].get("actor_brief", {}) if meta.is_file() else {}
     return ActorBriefConfig(**said)
 
 
-def hints_of(opsd: OpsdConfig, pair: PairTask, episode: Episode) -> dict[str, Brief]:
+def hints_of(config: ActorBriefConfig, pair: PairTask, episode: Episode) -> dict[str, Brief]:
     """The hints that stand in an episode's prompts, by agent.
+
+    Args:
+        config: of the run that collected the episode (:func:`collected_with`).
 
     Raises:
         OpsdError: the episode says that an agent had a brief of another kind than the run that collected it was configured with.
     """
-    found = actor_briefs(collected_with(opsd), pair)
+    found = actor_briefs(config, pair)
     kinds = {a: found[a].kind if a in found else "none" for a in agents_of(pair)}
     said = {a: episode.brief_kinds.get(a, "none") for a in kinds}
     if kinds != said:
@@ -111,11 +99,6 @@ def hints_of(opsd: OpsdConfig, pair: PairTask, episode: Episode) -> dict[str, Br
             "train on a corpus with its meta.json, under the configuration that collected it",
         )
     return found
-
-
-def without_hint(trajectory: Trajectory, hint_ids: list[int], markers: ChatMarkers) -> Trajectory:
-    """The trajectory as if its actor had not read the hint (``privilege.hints.strip_hint``)."""
-    return strip_hint(trajectory, hint_ids, [system_end(trajectory.input_ids, markers) - len(hint_ids)])
 
 
 def copying_turns(pair: PairTask, hint: Brief, replies: Mapping[int, str]) -> dict[int, list[str]]:

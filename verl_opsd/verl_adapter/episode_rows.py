@@ -26,13 +26,14 @@ from verl_opsd.privilege import (
     stated,
     teacher_view,
 )
+from verl_opsd.privilege.hints import without_hint
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.branches import build_trajectories
 from verl_opsd.tokens.build_rows import build_row, prompt_response
 from verl_opsd.tokens.classes import token_classes
 from verl_opsd.tokens.records import TOKEN_CLASSES, Episode, Trajectory, TurnRecord
 from verl_opsd.tokens.rows import padding_fields
-from verl_opsd.verl_adapter.actor_briefs import copying_turns, hints_of, without_hint
+from verl_opsd.verl_adapter.actor_briefs import collected_with, copying_turns, hints_of
 from verl_opsd.verl_adapter.routes import teacher_of
 
 
@@ -126,7 +127,7 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
     teacher = teacher_of(opsd, pair)
     left_out: dict[str, str] = {}
     windows: list[str] = []
-    hints = hints_of(opsd, pair, episode) if pair.split == "train" else {}
+    hints = hints_of(collected_with(opsd), pair, episode) if pair.split == "train" else {}
     markers = ChatMarkers.from_tokenizer(tokenizer)
     for agent, brief in briefs_for(opsd, pair, episode).items():
         turns = [t for t in episode.turns if t.agent_id == agent]

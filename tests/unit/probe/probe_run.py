@@ -11,6 +11,7 @@ import numpy as np
 
 from verl_opsd.config import OpsdConfig
 from verl_opsd.cooperbench.dataset import POCKET_DIR, load_subset
+from verl_opsd.cooperbench.pair_briefs import briefs_of
 from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade, Sampling, TurnRecord
 from verl_opsd.tokens.store import EpisodeStore
 
@@ -20,8 +21,8 @@ REPLIES = (
 )  # fmt: skip
 
 
-def make_run(folder: Path, student: Path, brief: str = "peer_spec") -> Path:
-    """Writes ``meta.json`` and ``episodes/``."""
+def make_run(folder: Path, student: Path, brief: str = "peer_spec", actor_brief: str = "none") -> Path:
+    """Writes ``meta.json`` and ``episodes/``; ``actor_brief`` stands in the agents' own prompts."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(student)
@@ -34,6 +35,7 @@ def make_run(folder: Path, student: Path, brief: str = "peer_spec") -> Path:
             "brief": {"name": brief},
             "teacher": {},
             "loss": {},
+            "actor_brief": {"name": actor_brief, "where": "train" if actor_brief != "none" else "eval"},
             "contract": {"context_length": 12288},
         }
     )
@@ -41,8 +43,9 @@ def make_run(folder: Path, student: Path, brief: str = "peer_spec") -> Path:
     (folder / "meta.json").write_text(json.dumps({"student": str(student), "opsd": dataclasses.asdict(opsd)}))
     store = EpisodeStore(folder / "episodes")
     for n, pair in enumerate(load_subset("pocket_train", POCKET_DIR)[3:5]):
+        read = briefs_of(pair, actor_brief)
         name = f"train-00001-0000{n}-0"
-        turns = tuple(t for agent in ("agent1", "agent2") for t in _turns(name, agent, tokenizer))
+        turns = tuple(t for agent in ("agent1", "agent2") for t in _turns(name, agent, tokenizer, read[agent].ids(tokenizer)))
         grade = Grade("clean", None, {}, (FeatureGrade(1, False, 0, 1, 1), FeatureGrade(2, False, 0, 1, 1)))
         agents = tuple(AgentOutcome(f"agent{i + 1}", f, "Submitted", 2, "", 0, True) for i, f in enumerate(pair.features))
         store.write(
@@ -57,25 +60,28 @@ def make_run(folder: Path, student: Path, brief: str = "peer_spec") -> Path:
                 turns,
                 agents,
                 grade,
-                {"agent1": "none", "agent2": "none"},
+                {agent: brief.kind for agent, brief in read.items()},
                 0,
             )
         )
     return folder
 
 
-def _turns(episode: str, agent: str, tokenizer: Any) -> list[TurnRecord]:
+def _turns(episode: str, agent: str, tokenizer: Any, hint: list[int]) -> list[TurnRecord]:
     messages = [{"role": "system", "content": f"You are {agent}."}, {"role": "user", "content": "Do your task."}]
     ids: list[int] = []
     out = []
     for turn, reply in enumerate(REPLIES):
         rendered = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
         new = rendered[len(ids) :]
+        if turn == 0:
+            end = new.index(tokenizer.eos_token_id)
+            new = [*new[:end], *hint, *new[end:]]
         assert rendered[: len(ids)] == ids
         said = [*tokenizer.encode(reply, add_special_tokens=False), tokenizer.eos_token_id]
         out.append(
             TurnRecord(
-                episode, agent, turn, 0, len(ids), np.array(new, np.int32), np.array(said, np.int32),
+                episode, agent, turn, 0, len(ids) + len(hint) * (turn > 0), np.array(new, np.int32), np.array(said, np.int32),
                 np.zeros(len(said), np.float32), "stop", "policy", Sampling(1.0, 1.0, -1, 96), 0, "h", 0.0, 1.0,
             )
         )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from probe_run import make_run
 
 from verl_opsd.cli.main import main
+from verl_opsd.cli.probe import _hints
 from verl_opsd.cooperbench.pair_briefs import briefs_of, pair_elsewhere
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import make_tiny
@@ -22,6 +23,7 @@ from verl_opsd.probe.states import ARMS, BriefChoice, context_ids, passes_of_vie
 from verl_opsd.rundir import RunDir
 from verl_opsd.teachers.device import DeviceTeacher
 from verl_opsd.tokens.branches import loss_positions
+from verl_opsd.tokens.store import EpisodeStore
 
 CHOICE = BriefChoice("peer_spec")
 
@@ -95,6 +97,20 @@ def test_numbers_are_those_of_plain_forwards(probe, paths, tokenizer):
                     assert probe.values[name][rows][k] == pytest.approx(float((np.exp(a) * (a - b)).sum()), rel=2e-3, abs=1e-6)
                 assert probe.values[f"flip/{placement}/brief"][rows][k] == (q[i].argmax() != seen[j].argmax())
                 assert probe.values["nll"][rows][k] == pytest.approx(-p[i][ids[i + 1]], rel=1e-4)
+
+
+def test_what_actors_had_read_is_taken_out(paths, tmp_path, tokenizer, branches):
+    hinted = make_run(tmp_path / "hinted", paths[1], actor_brief="shared_backlog")
+    (stored,) = {t.new_ids.size for e in EpisodeStore(hinted / "episodes").episodes() for t in e.turns if t.turn == 0}
+    found = read_branches(RunDir(hinted), "pocket", tokenizer, hints=_hints(RunDir(hinted)))
+    for a, b in zip(found, branches, strict=True):
+        assert a.name == b.name and stored > int(b.trajectory.turn_index.argmax())
+        for field in ("input_ids", "loss_mask", "turn_index"):
+            assert np.array_equal(getattr(a.trajectory, field), getattr(b.trajectory, field))
+    other = RunDir(make_run(tmp_path / "other", paths[1], actor_brief="shared_backlog"))
+    (other.path / "meta.json").write_text((paths[0] / "meta.json").read_text())
+    with pytest.raises(OpsdError, match="the run that collected it gives"):
+        read_branches(other, "pocket", tokenizer, hints=_hints(other))
 
 
 def test_controls(probe):

@@ -19,6 +19,7 @@ from verl_opsd.cooperbench.dataset import POCKET_DIR, load_subset
 from verl_opsd.cooperbench.pair_briefs import patch_of
 from verl_opsd.errors import OpsdError
 from verl_opsd.privilege import ChatMarkers, Section, compose, teacher_view
+from verl_opsd.privilege.hints import without_hint
 from verl_opsd.tokens import build_trajectories
 from verl_opsd.tokens.gateway import Gateway, Generation
 from verl_opsd.verl_adapter.actor_briefs import (
@@ -27,7 +28,6 @@ from verl_opsd.verl_adapter.actor_briefs import (
     collected_with,
     copying_turns,
     hints_of,
-    without_hint,
 )
 from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder
 
@@ -129,14 +129,17 @@ def test_an_episode_and_its_run_agree_about_the_hint(tmp_path: Path) -> None:
     kinds = {"agent1": "guidance", "agent2": "guidance"}
     episode: Any = SimpleNamespace(episode_id="e", brief_kinds=kinds)
     opsd = config(name="process", where="train")
-    assert list(hints_of(opsd, PAIR, episode)) == ["agent1", "agent2"]
+    assert list(hints_of(opsd.actor_brief, PAIR, episode)) == ["agent1", "agent2"]
     with pytest.raises(OpsdError, match="the run that collected it gives"):
-        hints_of(config(), PAIR, episode)
+        hints_of(config().actor_brief, PAIR, episode)
     with pytest.raises(OpsdError, match="the run that collected it gives"):
-        hints_of(opsd, PAIR, SimpleNamespace(episode_id="e", brief_kinds={}))  # type: ignore[arg-type]
+        hints_of(opsd.actor_brief, PAIR, SimpleNamespace(episode_id="e", brief_kinds={}))  # type: ignore[arg-type]
     offline = dataclasses.replace(config(), mode="offline", corpus=str(tmp_path))
     (tmp_path / "meta.json").write_text(json.dumps({"opsd": {"actor_brief": dataclasses.asdict(opsd.actor_brief)}}))
-    assert collected_with(offline) == opsd.actor_brief and list(hints_of(offline, PAIR, episode)) == ["agent1", "agent2"]
+    assert collected_with(offline) == opsd.actor_brief and list(hints_of(collected_with(offline), PAIR, episode)) == [
+        "agent1",
+        "agent2",
+    ]
 
 
 def test_replies_that_copy_an_answer_are_found() -> None:
