@@ -174,8 +174,6 @@ class ScoringEngine(WeightsEngine):
     def score(self, data: TensorDict, loss: OpsdLoss, source: Literal["view", "own"] = "view", shift: int = 0) -> list[Tensor]:
         """Hidden states at every row's loss positions, under the weights that the loss names (:meth:`frozen`).
 
-        Every rank makes the same number of forwards, however many passes its rows have.
-
         Args:
             data: this rank's rows (``tokens.rows``).
             loss: names the weights.
@@ -191,9 +189,18 @@ class ScoringEngine(WeightsEngine):
         rows = rows_of(data)
         passes = view_passes(rows, shift) if source == "view" else own_passes(rows, shift)
         rope_rows = data["position_ids"].values().shape[0] if data["position_ids"].dim() == 3 else None
-        out: list[Tensor] = [
-            torch.empty(r["opsd_position"].numel(), self.head.in_features, dtype=self._autocast_dtype) for r in rows
-        ]
+        return self.score_passes(passes, [r["opsd_position"].numel() for r in rows], loss, rope_rows)
+
+    def score_passes(
+        self, passes: Sequence[Pass], counts: Sequence[int], loss: OpsdLoss, rope_rows: int | None = None
+    ) -> list[Tensor]:
+        """:meth:`score` for passes that are made already. Every rank makes the same number of forwards, however many passes its rows have.
+
+        Args:
+            counts: loss positions of each row.
+            rope_rows: as in :meth:`inputs`.
+        """
+        out: list[Tensor] = [torch.empty(n, self.head.in_features, dtype=self._autocast_dtype) for n in counts]
         groups: list[list[Pass]] = group_passes(passes, *self._scoring_limits())
         count = torch.tensor(len(groups), device=get_device_id())
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.get_data_parallel_group())

@@ -2,11 +2,14 @@
 
 `SftEngine` is chosen by verl's engine registry (vendor key ``opsd_sft``). The loss of a step is the mean negative log-likelihood of its
 loss tokens over the whole global batch, whatever the micro-batches and ranks are; optionally times a surprisal gate, which enters no
-denominator.
+denominator, and plus an anchor, the mean divergence from the untouched model at the same positions.
+
+Suffixes: N loss positions.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +26,8 @@ from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.weights import SurprisalGate
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter.engine import OpsdEngine
-from verl_opsd.verl_adapter.passes import layout_index
+from verl_opsd.verl_adapter.loss import OpsdLoss
+from verl_opsd.verl_adapter.passes import jagged, layout_index, own_passes, signal_of
 
 
 @dataclass(frozen=True)
@@ -33,20 +37,29 @@ class SftLoss:
     Attributes:
         chunk: loss positions per chunk of the vocabulary head.
         gate: (kappa, gamma) of a weight sigmoid(kappa * (log p(token) - gamma)); None: no gate.
+        anchor: weight of KL(model || untouched model) over the full vocabulary, mean over loss tokens; 0: no anchor.
     """
 
     chunk: int = 256
     gate: tuple[float, float] | None = None
+    anchor: float = 0.0
 
     @property
     def spec(self) -> LossSpec:
         """Of the likelihood."""
         return LossSpec("nll", weights=() if self.gate is None else (SurprisalGate(*self.gate),))
 
+    def weighted_nll(self, log_probs_N: Tensor) -> Tensor:
+        """Gated negative log-likelihoods, float[N], with gradient; the gate has none."""
+        if self.gate is None:
+            return -log_probs_N
+        kappa, gamma = self.gate
+        return -torch.sigmoid(kappa * (log_probs_N.detach() - gamma)) * log_probs_N
+
 
 @dataclass
 class SftEngineConfig(FSDPEngineConfig):
-    """verl's configuration of an FSDP engine, and ``sft``: ``chunk``, ``gate`` (``kappa``, ``gamma``, or None)."""
+    """verl's configuration of an FSDP engine, and ``sft``: ``chunk``, ``gate`` (``kappa``, ``gamma``, or None), ``anchor``."""
 
     sft: dict[str, Any] = field(default_factory=dict)
 
@@ -57,6 +70,7 @@ class SftEngineConfig(FSDPEngineConfig):
         return SftLoss(
             int(self.sft.get("chunk", 256)),
             None if gate is None else (float(gate["kappa"]), float(gate["gamma"])),
+            float(self.sft.get("anchor", 0.0)),
         )
 
 
@@ -81,7 +95,27 @@ class SftEngine(OpsdEngine):
         """verl's loop over micro-batches; one row each where rows that share a forward would see each other (hybrid layers)."""
         if not self.shares_forwards():
             tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+        if self.engine_config.loss.anchor and not forward_only:
+            data["opsd_base"] = jagged(self._base_states(data))
         return super().forward_backward_batch(data, loss_function, forward_only)
+
+    @property
+    def _untouched(self) -> OpsdLoss:
+        """Names the weights of the anchor: the adapter off, or the initial ones."""
+        return OpsdLoss(reference="adapter_off" if self._is_lora else "initial")
+
+    def _base_states(self, data: TensorDict) -> list[Tensor]:
+        """Hidden states [N_r, H] of the untouched model at each row's loss positions."""
+        ids, positions = data["input_ids"].unbind(), [positions_of(m) for m in data["loss_mask"].unbind()]
+        passes = own_passes([{"input_ids": x, "opsd_position": p} for x, p in zip(ids, positions, strict=True)])
+        rope_rows = data["position_ids"].values().shape[0] if data["position_ids"].dim() == 3 else None
+        return self.score_passes(passes, [len(p) for p in positions], self._untouched, rope_rows)
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """verl's; an anchor keeps the weights as they were before."""
+        if self.engine_config.loss.anchor:
+            self.keep(self._untouched)
+        super().load_checkpoint(local_path, *args, **kwargs)
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> tuple[Tensor, dict]:
         """One micro-batch; ``loss_function``, verl's own for SFT, names nothing that is not here.
@@ -93,15 +127,30 @@ class SftEngine(OpsdEngine):
         tu.assign_non_tensor(batch, temperature=1.0)
         ids, positions = batch["input_ids"].unbind(), [positions_of(m) for m in batch["loss_mask"].unbind()]
         packed = tu.get_non_tensor_data(batch, "use_remove_padding", True)
-        share = ranks / batch["batch_num_tokens"]
+        counts = [len(p) for p in positions]
+        coef_N = torch.full((sum(counts),), ranks / batch["batch_num_tokens"], device=get_device_id())
         task = HeadTask(
             kind="loss",
             index_N=layout_index([len(x) for x in ids], positions, packed),
             labels_N=torch.cat([x[p + 1] for x, p in zip(ids, positions, strict=True)]),
-            coef_N=torch.full((sum(len(p) for p in positions),), share, device=get_device_id()),
+            coef_N=coef_N,
             loss=loss.spec,
             chunk=loss.chunk,
         )
+        if loss.anchor and not forward_only:  # the likelihood is then a term of the head's log-probabilities
+            name, weight_VH = self._heads_of(self._untouched)[1]
+            task = dataclasses.replace(
+                task,
+                coef_N=None,
+                loss=LossSpec(),
+                policy=True,
+                anchor=signal_of(batch, "opsd_base", counts, name),
+                anchor_weight_VH=weight_VH,
+                anchor_coef_N=loss.anchor * coef_N,
+            )
         out = self.run(batch, task).sum()
+        if task.policy:
+            assert task.log_probs_N is not None
+            out = out + (coef_N * loss.weighted_nll(task.log_probs_N)).sum()
         record: dict[str, Any] = {"model_output": {}, "loss": self.over_sequence(out).item(), "metrics": {}}
         return out * self.ulysses_sequence_parallel_size, record

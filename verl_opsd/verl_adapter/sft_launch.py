@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import math
 import os
 import sys
 import time
@@ -37,6 +38,7 @@ class SftConfig:
 
     chunk: int = 256
     gate: GateConfig | None = None
+    anchor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,18 @@ def parse(config: DictConfig) -> WarmStartConfig:
     frequencies = (trainer.save_freq, trainer.test_freq)
     rules = [
         (sft.chunk < 1, f"opsd.sft.chunk={sft.chunk}", "a chunk holds at least one loss position", "raise it"),
+        (
+            not 0 <= sft.anchor < math.inf,
+            f"opsd.sft.anchor={sft.anchor}",
+            "the weight of a divergence is a number from 0 on",
+            "0 leaves the anchor out",
+        ),
+        (
+            sft.anchor > 0 and config.engine.ulysses_sequence_parallel_size > 1,
+            f"opsd.sft.anchor={sft.anchor} with engine.ulysses_sequence_parallel_size={config.engine.ulysses_sequence_parallel_size}",
+            "an anchored step is computed with whole sequences on each rank",
+            "leave one of the two out",
+        ),
         (
             config.engine.strategy != "fsdp2",
             f"engine.strategy={config.engine.strategy}",

@@ -26,6 +26,7 @@ from verl_opsd.verl_adapter.sft import SftEngine, SftEngineConfig
 
 LOSS = partial(sft_loss, config=None)
 GATE = (3.0, -5.5)
+ANCHOR = 0.7
 
 
 def rows(n: int = 4) -> list[dict[str, torch.Tensor]]:
@@ -70,10 +71,13 @@ def build(model: str, lora: bool, packed: bool = True, vendor: str = "opsd_sft",
     return engine
 
 
+def own_rows() -> list[dict[str, torch.Tensor]]:
+    per = len(rows()) // WORLD
+    return rows()[RANK * per : (RANK + 1) * per]
+
+
 def step(engine: Any, packed: bool = True, micro: int = 1, dynamic: bool = False) -> dict[str, Any]:
-    every = rows()
-    per = len(every) // WORLD
-    data = batch(every[RANK * per : (RANK + 1) * per], packed, micro, dynamic)
+    data = batch(own_rows(), packed, micro, dynamic)
     with engine.train_mode():
         engine.optimizer_zero_grad()
         out = engine.forward_backward_batch(data, LOSS)
@@ -83,7 +87,7 @@ def step(engine: Any, packed: bool = True, micro: int = 1, dynamic: bool = False
     return {"loss": float(total) / WORLD, "grads": grads}
 
 
-def by_hand(model: Any, gate: Any = None) -> dict[str, Any]:
+def by_hand(model: Any, gate: Any = None, base: Any = None) -> dict[str, Any]:
     """Cross-entropy from full logits of plain transformers, one sequence at a time, over all loss tokens of the batch."""
     model.zero_grad()
     every = rows()
@@ -97,6 +101,10 @@ def by_hand(model: Any, gate: Any = None) -> dict[str, Any]:
         nll = -logp.gather(-1, row["input_ids"][target][:, None])[:, 0]
         weight = 1.0 if gate is None else torch.sigmoid(gate[0] * (-nll.detach() - gate[1]))
         loss = loss + (weight * nll).sum() / total
+        if base is not None:
+            with torch.no_grad():
+                logq = base(input_ids=row["input_ids"][None]).logits[0].log_softmax(-1)[target - 1]
+            loss = loss + ANCHOR * (logp.exp() * (logp - logq)).sum() / total
     loss.backward()
     return {"loss": float(loss), "grads": {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}}
 
@@ -119,6 +127,15 @@ def plain(engine: Any, model: str, lora: bool) -> Any:
     return reference
 
 
+def anchored(lora: bool) -> dict[str, Any]:
+    """A second step: the weights have moved away from those of the anchor."""
+    engine = build("tied", lora, anchor=ANCHOR, gate={"kappa": GATE[0], "gamma": GATE[1]})
+    base = reference_model(f"{MODELS}/tied", False) if lora else plain(engine, "tied", False)
+    with engine.train_mode():
+        engine.train_batch(batch(own_rows(), True, 1, False), LOSS)
+    return distance(step(engine), by_hand(plain(engine, "tied", lora), gate=GATE, base=base))
+
+
 def measure() -> dict[str, Any]:
     out: dict[str, Any] = {}
     for model in ("tied", "hybrid"):
@@ -138,6 +155,8 @@ def measure() -> dict[str, Any]:
     out["verls_own_path"] = distance(step(verls), by_hand(plain(verls, "tied", False)))
     gated = build("tied", False, gate={"kappa": GATE[0], "gamma": GATE[1]})
     out["gate"] = distance(step(gated), by_hand(plain(gated, "tied", False), gate=GATE))
+    for lora in (False, True):
+        out[f"anchor-{'lora' if lora else 'full'}"] = anchored(lora)
     engine = build("tied", False)
     with engine.eval_mode():
         data = batch(rows(), True, 1, True)

@@ -114,6 +114,8 @@ def test_a_run_is_prepared(compose, run, tmp_path):
         (["+data.max_lenght=3"], "did you mean max_length"),
         (["+opsd.typo=1"], "opsd.typo"),
         (["opsd.sft.chunk=0"], "opsd.sft.chunk=0"),
+        (["opsd.sft.anchor=-1"], "opsd.sft.anchor=-1"),
+        (["opsd.sft.anchor=0.1", "engine.ulysses_sequence_parallel_size=2"], "opsd.sft.anchor=0.1 with"),
         (["engine.strategy=fsdp"], "engine.strategy=fsdp"),
         (["engine._target_=verl.workers.config.FSDPEngineConfig", "~engine.sft"], "engine._target_"),
         (["data.train_files=/x.parquet"], "data.train_files"),
