@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_opsd.errors import OpsdError
-from verl_opsd.planning import planner
 from verl_opsd.planning.shape import ModelShape
 
 #: Sizes that need no file.
@@ -35,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command.add_argument("--teacher", default="qwen3.5-27b", help="the same")
     command.add_argument("--gpus", type=int, required=True, help="devices in all")
     command.add_argument("--context", type=int, required=True, help="tokens of the longest trajectory")
-    command.add_argument("--device", default="H200", choices=sorted(planner.DEVICES))
+    command.add_argument("--device", default="H200", help="H200 or H100; default: H200")
     command.add_argument("--brief", type=int, default=4096, help="tokens that the teacher's view adds")
     command.add_argument("--lora-rank", type=int, default=32)
     command.add_argument("--lengths", type=Path, help="file with the tokens of each state of a corpus, one a line")
@@ -57,8 +56,14 @@ def plan(args: argparse.Namespace, console: Console | None = None) -> int:
     """Prints the table. Exit code 1 where no layout holds the context.
 
     Raises:
-        OpsdError: lengths that are no numbers.
+        OpsdError: lengths that are no numbers, or a device that nothing is known of.
     """
+    from verl_opsd.planning import planner  # imports transformers' layers: seconds that no other command should wait for
+
+    if args.device not in planner.DEVICES:
+        raise OpsdError(
+            f"--device {args.device}", "times and sizes are known of some devices", f"use {', '.join(planner.DEVICES)}"
+        )
     student, teacher, device = shape_of(args.student), shape_of(args.teacher), planner.DEVICES[args.device]
     lengths = None if args.lengths is None else read_lengths(args.lengths)
     out = console or Console()

@@ -202,13 +202,21 @@ class Telemetry:
             labels: int64[N] each.
         """
         inside_N = (values["coef"] != 0) & (values["weight"] != 0)
-        self.all.add(values, inside_N)
+        wanted = {k: values[k] for k in ("divergence", "anchor", *MEANS)}
+        whole = Cell()
+        whole.add(wanted, inside_N)
+        self.all.merge(whole)
         for label, code_N in labels.items():
             cells = self.by.setdefault(label, {})
-            for code in np.unique(code_N).tolist():
-                at_N = code_N == code
-                part = {k: v[at_N] for k, v in values.items()}
-                cells.setdefault(int(code), Cell()).add(part, inside_N[at_N])
+            codes, counts = np.unique(code_N, return_counts=True)
+            if len(codes) < 2:  # nothing to tell apart: what was just counted
+                for code in codes.tolist():
+                    cells.setdefault(code, Cell()).merge(whole)
+                continue
+            order_N, ends = np.argsort(code_N, kind="stable"), np.cumsum(counts)[:-1]
+            parts_ = {k: np.split(v[order_N], ends) for k, v in wanted.items()}
+            for i, (code, part) in enumerate(zip(codes.tolist(), np.split(inside_N[order_N], ends), strict=True)):
+                cells.setdefault(code, Cell()).add({k: v[i] for k, v in parts_.items()}, part)
 
     def merge(self, other: Telemetry) -> None:
         """Adds what ``other`` has seen."""

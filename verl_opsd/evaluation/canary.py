@@ -16,7 +16,7 @@ import yaml
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.behaviour.definitions import DEFINITIONS
-from verl_opsd.evaluation.behaviour.metrics import Measured, measure, summed
+from verl_opsd.evaluation.behaviour.metrics import measure, summed
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.records import Episode
 from verl_opsd.tokens.store import EpisodeStore
@@ -73,7 +73,7 @@ def write_down(run: RunDir, path: Path) -> None:
 
 def values_of(episodes: Sequence[Episode], metrics: Sequence[str]) -> dict[str, float | None]:
     """Each metric over the scored episodes."""
-    found: list[Measured] = [measure(e) for e in episodes if e.in_standings]
+    found = measure(e for e in episodes if e.in_standings)
     return {key: summed(DEFINITIONS[key], [m.parts[key] for m in found])[0] for key in metrics}
 
 

@@ -13,6 +13,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.behaviour.log_tree import is_log_tree, read_log_tree
 from verl_opsd.evaluation.compare import compare
 from verl_opsd.evaluation.design import Rerun, noise_floor
+from verl_opsd.evaluation.memory import uncollected
 from verl_opsd.evaluation.shapes import Comparison, Standing
 from verl_opsd.evaluation.standings import model_info, outcomes, standing
 from verl_opsd.rundir import RunDir
@@ -27,6 +28,7 @@ def split_name(spec: str) -> tuple[str, Path]:
     return (name if equals else folder.resolve().name), folder
 
 
+@uncollected()
 def load_models(specs: Sequence[str], split: str = "eval") -> dict[str, list[Episode]]:
     """Name -> episodes, in the order of ``specs``; those of one name are one model.
 

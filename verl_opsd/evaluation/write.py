@@ -10,6 +10,7 @@ from typing import Any
 
 from verl_opsd.config import OpsdConfig
 from verl_opsd.errors import OpsdError
+from verl_opsd.evaluation.memory import uncollected
 from verl_opsd.evaluation.page.episodes import Options
 from verl_opsd.evaluation.page.gather import RunData, gather, read_episodes, read_meta
 from verl_opsd.evaluation.page.measure import Page, as_json, measure
@@ -22,6 +23,7 @@ from verl_opsd.evidence.predictions import record
 from verl_opsd.rundir import RunDir, write_json
 
 
+@uncollected()
 def write_report(run: RunDir, opsd: OpsdConfig, options: Options | None = None) -> dict[str, Any]:
     """Builds the report, judges the run's predictions, and writes ``report.json`` and ``report.html``.
 
@@ -45,6 +47,7 @@ def write_report(run: RunDir, opsd: OpsdConfig, options: Options | None = None) 
     return report
 
 
+@uncollected()
 def write_comparison(paths: Sequence[Path], target: Path, options: Options, teacher: Path | None = None) -> Path:
     """Writes ``comparison.html`` and ``comparison.json`` of several runs to ``target``; the first run is the baseline.
 

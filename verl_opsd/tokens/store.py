@@ -154,7 +154,8 @@ class EpisodeStore:
         try:
             for name, table in tables.items():
                 path = temporary / f"{name}.parquet"
-                pq.write_table(table.replace_schema_metadata(metadata), path, compression="zstd")
+                whole = table.replace_schema_metadata(metadata)
+                pq.write_table(whole, path, compression="zstd", use_dictionary=False, write_statistics=False)
                 _flush(path)
             _flush(temporary)
             try:
@@ -280,7 +281,7 @@ class EpisodeStore:
 
     def _table(self, path: Path, schema: pa.Schema, header: dict[str, Any] | None) -> pa.Table:
         try:
-            table = pq.ParquetFile(path).read()
+            table = pq.ParquetFile(path, pre_buffer=False).read(use_threads=False)  # a file is small
         except (OSError, pa.ArrowException) as error:
             raise OpsdError(
                 f"{path}: {error}",

@@ -1,6 +1,7 @@
 """Histories as the harness records them, from short scripts, and the harness' log folders made of them."""
 
 import json
+import random
 from datetime import datetime, timezone
 
 from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade
@@ -102,3 +103,29 @@ def write_logs(root, run, e):
             }
         (folder / "eval.json").write_text(json.dumps(graded))
     return folder
+
+
+def long_episodes():
+    """100 pairs of 2,000 commands and 80 messages each."""
+    rng = random.Random(0)
+    words = [f"word{i}" for i in range(2000)]
+    kinds = (
+        "cat src/a.py | head -20",
+        "pytest -q 2>&1 | tail -5",
+        "git status && git diff",
+        "sed -i 's/a/b/' src/b.py",
+        "ls -la",
+    )
+
+    def said(peer):
+        text = " ".join(rng.choices(words, k=40))
+        return turn("", (f"send_message {peer} <<'MSG'\n{text}\nMSG", f"Message sent to {peer}", 0))
+
+    out = []
+    for n in range(100):
+        turns = []
+        for peer in ("agent2", "agent1"):
+            plain = [turn("thinking about agent2", (f"{rng.choice(kinds)} # {i}", "out", 0)) for i in range(960)]
+            turns.append(plain + [said(peer) for _ in range(40)])
+        out.append(episode(f"e{n}", turns, statuses=("LimitsExceeded", "LimitsExceeded")))
+    return out

@@ -5,7 +5,7 @@ import random
 import time
 
 import pytest
-from synthetic import PATCH, episode, turn, write_logs
+from synthetic import PATCH, episode, long_episodes, turn, write_logs
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.behaviour.definitions import DEFINITIONS
@@ -271,33 +271,8 @@ def test_an_episode_given_twice_is_refused():
 
 @pytest.mark.slow
 def test_speed_on_8000_messages_and_200000_commands():
-    """100 pairs of 2,000 commands and 80 messages each in at most 5 s of processor time."""
-    rng = random.Random(0)
-    commands = [
-        "cat src/a.py | head -20",
-        "pytest -q 2>&1 | tail -5",
-        "git status && git diff",
-        "sed -i 's/a/b/' src/b.py",
-        "ls -la",
-    ]
-    words = [f"word{i}" for i in range(2000)]
-    episodes = []
-    for n in range(100):
-        turns = []
-        for a in (1, 2):
-            plain = [turn("thinking about agent2", (f"{rng.choice(commands)} # {i}", "out", 0)) for i in range(960)]
-            sends = [
-                turn(
-                    "",
-                    (
-                        f"send_message agent{3 - a} <<'MSG'\n{' '.join(rng.choices(words, k=40))}\nMSG",
-                        *(SENT2 if a == 1 else SENT1),
-                    ),
-                )
-                for _ in range(40)
-            ]
-            turns.append(plain + sends)
-        episodes.append(episode(f"e{n}", turns, statuses=("LimitsExceeded", "LimitsExceeded")))
+    """In at most 5 s of processor time."""
+    episodes = long_episodes()
     started = time.process_time()
     table = behaviour({"m": episodes})
     seconds = time.process_time() - started

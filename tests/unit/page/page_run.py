@@ -230,7 +230,7 @@ def _telemetry(run: RunDir, number: int, episodes: list[Episode], rng: random.Ra
             "position": p, "turn": t.turn_index[p + 1], "class": numbers.integers(0, 5, n), "divergence": d, "student_logprob": t.logprobs[p + 1],
             "teacher_logprob": t.logprobs[p + 1] - d, "coef": np.ones(n), "weight": np.ones(n), "anchor": numbers.lognormal(-7 + 0.4 * number, 1, n),
             "entropy": numbers.uniform(0, 1, n), "agree": numbers.random(n) < 0.9 + 0.02 * number, "coverage_student": np.ones(n),
-            "coverage_teacher": np.ones(n), "step": np.full(n, number), "turn_position": np.zeros(n),
+            "coverage_teacher": np.ones(n), "step": np.full(n, number), "turn_position": np.arange(n) % 60,
         }  # fmt: skip
         for k, v in mine.items():
             columns.setdefault(k, []).append(v)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,11 +66,24 @@ class Conduct:
     acted: int
 
 
-def conduct(pair: Pair, agent: str) -> Conduct:
-    """What an agent of a pair did."""
+def conducts(pairs: Sequence[Pair]) -> list[dict[str, Conduct]]:
+    """What each agent of each pair did. All commands are labelled at once: a pattern takes longer to compile than to match."""
+    flats = [{a: [(s.i, c) for s in steps for c in s.commands] for a, steps in p.steps.items()} for p in pairs]
+    labels = label([c.text for of_pair in flats for flat in of_pair.values() for _, c in flat])
+    out: list[dict[str, Conduct]] = []
+    start = 0
+    for pair, of_pair in zip(pairs, flats, strict=True):
+        found = {}
+        for agent, flat in of_pair.items():
+            mine = {name: values[start : start + len(flat)] for name, values in labels.items()}
+            found[agent] = _conduct(pair, agent, flat, mine)
+            start += len(flat)
+        out.append(found)
+    return out
+
+
+def _conduct(pair: Pair, agent: str, flat: list[tuple[int, Command]], labels: Mapping[str, NDArray[np.bool_]]) -> Conduct:
     steps = pair.steps[agent]
-    flat: list[tuple[int, Command]] = [(s.i, c) for s in steps for c in s.commands]
-    labels = label([c.text for _, c in flat])
     at = np.array([i for i, _ in flat], int)
     writes = at[labels["write"]]
     dry = [(k, i) for k, (i, c) in enumerate(flat) if "merge" in c.text and DRY_RUN.search(c.text)]

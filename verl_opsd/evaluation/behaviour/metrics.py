@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 
 from verl_opsd.evaluation.behaviour import communication as com
-from verl_opsd.evaluation.behaviour.conduct import Conduct, conduct
+from verl_opsd.evaluation.behaviour.conduct import Conduct, conducts
 from verl_opsd.evaluation.behaviour.definitions import DEFINITIONS, Definition
 from verl_opsd.evaluation.behaviour.events import Pair, stream
 from verl_opsd.evaluation.behaviour.patterns import ACTIONS
@@ -48,7 +49,7 @@ class _Facts:
     pair: Pair
     agents: dict[str, Conduct]
 
-    @property
+    @cached_property
     def sends(self) -> tuple[com.Send, ...]:
         return self.pair.delivered
 
@@ -70,12 +71,14 @@ class _Facts:
 Measure = Callable[[_Facts], Part]
 
 
-def measure(episode: Episode) -> Measured:
-    """A scored episode's part of every metric."""
-    pair = stream(episode)
-    facts = _Facts(pair, {agent: conduct(pair, agent) for agent in pair.steps})
-    parts = {key: _MEASURES[key](facts) for key in DEFINITIONS}
-    return Measured(episode.episode_id, len(facts.sends), facts.merge, facts.features, parts)
+def measure(episodes: Iterable[Episode]) -> list[Measured]:
+    """Each scored episode's part of every metric."""
+    pairs = [stream(e) for e in episodes]
+    out = []
+    for facts in map(_Facts, pairs, conducts(pairs)):
+        parts = {key: _MEASURES[key](facts) for key in DEFINITIONS}
+        out.append(Measured(facts.pair.episode.episode_id, len(facts.sends), facts.merge, facts.features, parts))
+    return out
 
 
 def summed(definition: Definition, parts: Iterable[Part]) -> tuple[float | None, float | None, int]:

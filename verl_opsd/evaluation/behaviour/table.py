@@ -13,6 +13,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.behaviour.definitions import DEFINITIONS, Definition
 from verl_opsd.evaluation.behaviour.metrics import Measured, measure, summed
 from verl_opsd.evaluation.behaviour.patterns import VERSION
+from verl_opsd.evaluation.memory import uncollected
 from verl_opsd.evaluation.shapes import BehaviourMetric, BehaviourTable, BehaviourValue, Stratum
 from verl_opsd.evaluation.statistics import rate, wilson
 from verl_opsd.tokens.records import Episode
@@ -34,6 +35,7 @@ def reference() -> dict[str, float]:
     return values
 
 
+@uncollected()
 def behaviour(
     models: Mapping[str, Iterable[Episode]], *, base: str | None = None, teacher: str | None = None
 ) -> BehaviourTable:
@@ -61,7 +63,7 @@ def behaviour(
         if twice:
             raise OpsdError(f"{name}: {', '.join(sorted(twice)[:3])} twice", "an episode counts once", "leave one run out")
         scored = sorted((e for e in episodes if e.in_standings), key=lambda e: e.episode_id)
-        measured[name] = [measure(e) for e in scored]
+        measured[name] = measure(scored)
         void[name] = len(episodes) - len(scored)
     rows = tuple(_row(d, measured, base, teacher) for d in DEFINITIONS.values())
     everyone = {"all": [m for ms in measured.values() for m in ms]} if len(measured) > 1 else {}

@@ -30,7 +30,8 @@ NO_SECRETS = Secrets(frozenset(), frozenset())
 
 def quantise(divergence_N: NDArray[Any]) -> list[int]:
     """The integers of the module's docstring."""
-    return [int(q) for q in np.rint(8 * np.log2(1 + np.maximum(divergence_N, 0) / 1e-6))]
+    codes_N: list[int] = np.rint(8 * np.log2(1 + np.maximum(divergence_N, 0) / 1e-6)).astype(np.int64).tolist()
+    return codes_N
 
 
 class Decoder:
@@ -45,6 +46,7 @@ class Decoder:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._piece: dict[int, str] = {}
+        self._partial: set[int] = set()  # tokens that are a part of a character
         self._looked, self._joins = 0, True
 
     def pieces(self, ids: NDArray[np.int32]) -> list[str]:
@@ -52,8 +54,10 @@ class Decoder:
         wanted = ids.tolist()
         for i in set(wanted) - self._piece.keys():
             self._piece[i] = self._decode([i])
+            if "\ufffd" in self._piece[i]:
+                self._partial.add(i)
         pieces = [self._piece[i] for i in wanted]
-        shared = any("\ufffd" in p for p in pieces)
+        shared = not self._partial.isdisjoint(wanted)
         if self._looked < self.SEEN and not shared:
             self._looked += 1
             self._joins = self._joins and "".join(pieces) == self._decode(wanted)

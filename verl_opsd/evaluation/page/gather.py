@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,11 @@ def read_meta(run: RunDir) -> tuple[dict[str, Any], OpsdConfig]:
 
 def read_episodes(run: RunDir) -> list[Episode]:
     """The stored episodes, [] where there is no store."""
-    return list(EpisodeStore(run.episodes).episodes()) if run.episodes.is_dir() else []
+    if not run.episodes.is_dir():
+        return []
+    store = EpisodeStore(run.episodes)
+    with ThreadPoolExecutor(2) as pool:  # Arrow reads without the interpreter's lock
+        return list(pool.map(store.read, store.ids()))
 
 
 def gather(run: RunDir, name: str, report: dict[str, Any], episodes: Sequence[Episode]) -> RunData:
@@ -122,14 +127,28 @@ def _divergences(run: RunDir, opsd: OpsdConfig, episodes: Sequence[Episode]) -> 
     return found
 
 
-def tokenizer_of(meta: dict[str, Any]) -> tuple[Any, str]:
-    """The student's tokenizer and ""; or None and why it is not at hand."""
-    from transformers import AutoTokenizer
+class _Tokenizer:
+    """A ``tokenizer.json`` without transformers, whose import takes seconds."""
 
-    path = meta["student"]
-    if not Path(path).is_dir():
+    def __init__(self, path: Path):
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(path))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def tokenizer_of(meta: dict[str, Any]) -> tuple[Any, str]:
+    """What decodes the student's ids, special tokens kept, and ""; or None and why it is not at hand."""
+    path = Path(meta["student"])
+    if not path.is_dir():
         return None, f"the student's folder {path} is not on this machine"
     try:
+        if (path / "tokenizer.json").is_file():
+            return _Tokenizer(path / "tokenizer.json"), ""
+        from transformers import AutoTokenizer  # seconds
+
         return AutoTokenizer.from_pretrained(path), ""
-    except (OSError, ValueError) as error:
+    except Exception as error:
         return None, f"the student's tokenizer in {path} can't be read: {error}"

@@ -55,7 +55,7 @@ def secrets_of(task_dir: Path, features: tuple[int, int]) -> Secrets:
 
 def spans(text: str, secret: frozenset[str]) -> list[tuple[int, int]]:
     """Where text holds secret lines, as [start, end) in characters, in order."""
-    if not secret:
+    if secret.isdisjoint(_plain(line) for line in _BREAK.split(text)):
         return []
     found: list[tuple[int, int]] = []
     run: list[tuple[int, int, int]] = []
@@ -90,4 +90,6 @@ def note(characters: int) -> str:
 
 
 def _plain(line: str) -> str:
-    return line.replace('\\"', '"').replace("\\\\", "\\").replace("\\t", "\t").strip()
+    if "\\" in line:
+        line = line.replace('\\"', '"').replace("\\\\", "\\").replace("\\t", "\t")
+    return line.strip()
