@@ -27,10 +27,7 @@ def check_teachers(opsd: OpsdConfig, student_path: str) -> None:
         assert model.path is not None
         check_model_path(model.path, f"{where}.path")
         check_tokens(student_path, model.path, where)
-        limit = _positions(model.path)
-        if model.kind == "server":
-            served = server_length(opsd, name, model, _vocabulary(student_path))
-            limit = min((n for n in (limit, served) if n is not None), default=None)
+        limit = _limit(opsd, name, model, student_path)
         context = opsd.contract.context_length
         if _vocabulary(student_path) != _vocabulary(model.path) or (limit is not None and limit < context):
             raise OpsdError(
@@ -88,18 +85,30 @@ def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def server_length(opsd: OpsdConfig, name: str, model: ModelTeacher, vocabulary: int) -> int | None:
-    """Tokens that a server's model takes, once the server has shown that it gives what a teacher gives (``ServerTeacher.probe``)."""
+    """Tokens of a view that a server's model takes, once the server has shown that it gives what a teacher gives
+    (``ServerTeacher.probe``): one fewer than of prompt and reply."""
     from verl_opsd.teachers.server import ServerTeacher
 
     assert model.url is not None and model.path is not None
     teacher = ServerTeacher(model.url, model.path, name, opsd.loss.top_k or 0, vocabulary, model.requests)
-    return asyncio.run(teacher.probe()).max_length
+    length = asyncio.run(teacher.probe()).max_length
+    return None if length is None else length - 1
 
 
 def teacher_positions(opsd: OpsdConfig, student_path: str) -> int | None:
-    """Tokens that every model which scores this run's views takes; None where none says."""
-    paths = [m.path for m in models_of(opsd).values() if m.path is not None] or [student_path]
-    return min((n for n in map(_positions, paths) if n is not None), default=None)
+    """Tokens that every model which scores this run's views takes; None where none says. A server is asked."""
+    models = models_of(opsd)
+    if not models:
+        return _positions(student_path)
+    limits = (_limit(opsd, name, model, student_path) for name, model in models.items())
+    return min((n for n in limits if n is not None), default=None)
+
+
+def _limit(opsd: OpsdConfig, name: str, model: ModelTeacher, student_path: str) -> int | None:
+    """Tokens of a view that one teacher takes: what its config says, and what its server says."""
+    assert model.path is not None
+    served = server_length(opsd, name, model, _vocabulary(student_path)) if model.kind == "server" else None
+    return min((n for n in (_positions(model.path), served) if n is not None), default=None)
 
 
 def _positions(path: str) -> int | None:

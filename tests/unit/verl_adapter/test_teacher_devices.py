@@ -18,8 +18,9 @@ from verl_opsd.models.tiny import make_tiny
 from verl_opsd.paths import conf_dir
 from verl_opsd.planning import planner
 from verl_opsd.plugin import register_resolvers
+from verl_opsd.teachers.server import Capabilities, ServerTeacher
 from verl_opsd.verl_adapter.requirements import check_hardware
-from verl_opsd.verl_adapter.teacher_checks import check_teachers
+from verl_opsd.verl_adapter.teacher_checks import check_teachers, teacher_positions
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,3 +135,24 @@ def test_teacher_must_read_the_students_ids_and_lengths(monkeypatch: pytest.Monk
     config.write_text(config.read_text().replace('"vocab_size": 2048', '"vocab_size": 2049'))
     with pytest.raises(OpsdError, match="2049 vocabulary rows"):
         check(wide)
+
+
+@pytest.mark.parametrize(("served", "fits"), [(9000, 8999), (20000, 16384), (None, 16384)])
+def test_a_servers_length_bounds_the_views(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, served: int | None, fits: int
+) -> None:
+    """Of what it serves one token is the reply's; the model's own positions bound it as well."""
+    path = make_tiny(tmp_path / "student", seed=1)
+
+    async def probe(self: ServerTeacher) -> Capabilities:
+        return Capabilities("m", served, 0.0, torch.zeros(1))
+
+    monkeypatch.setattr(ServerTeacher, "probe", probe)
+    server = ("teacher=server", f"opsd.teacher.path={path}", "opsd.teacher.url=http://x", "opsd.loss.support=teacher_topk")
+    _, opsd = composed(monkeypatch, "scale=local", *server, "opsd.loss.top_k=5", "opsd.contract.context_length=8999")
+    assert teacher_positions(opsd, str(path)) == fits
+    check_teachers(opsd, str(path))
+    if served == 9000:
+        longer = dataclasses.replace(opsd, contract=dataclasses.replace(opsd.contract, context_length=9000))
+        with pytest.raises(OpsdError, match="a context of 8999 tokens"):
+            check_teachers(longer, str(path))
