@@ -145,7 +145,7 @@ def require_answer_free(brief: Brief, found: Audit, whose: str) -> None:
             f"brief {brief.name!r} of {whose}, declared {brief.kind}: {found.verdict} "
             f"({', '.join(f'{n} {k}' for k, n in counted.items() if n)})",
             "a brief without allow_answer holds nothing of the answer: no code, lines, test text or knowledge of the collision",
-            "`opsd briefs audit --show` names the text; rewrite it, or set opsd.brief.allow_answer=true to distil from answers",
+            "`opsd briefs audit --reveal` names the text; rewrite it, or set opsd.brief.allow_answer=true to distil from answers",
         )
 
 

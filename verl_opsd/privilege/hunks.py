@@ -1,7 +1,8 @@
 """What a patch touches, in lines of the base tree, and whether two patches can be merged.
 
-Git merges and applies hunks together with three lines of context. Two edits of one file therefore need at least three untouched
-lines between them: a split that is tighter conflicts, however cleanly the lines are divided.
+A hunk carries three lines of context, so a patch applies for certain only where the three lines around it are as they were. The rule
+of this project: two sides' edits of one file keep at least three untouched lines between them. `git merge` itself conflicts where edits
+touch and is clean from three lines on; in between it depends on the edits.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def parse_workflow(text: str, where: str, pair: str) -> Workflow:
                 if gap(a, b) < CONTEXT:
                     raise OpsdError(
                         f"{where}: regions {a.first}-{a.last} and {b.first}-{b.last} of {name}, {max(0, gap(a, b))} lines apart",
-                        f"Git merges hunks with {CONTEXT} lines of context: a tighter partition can't be merged",
+                        f"a hunk has {CONTEXT} lines of context: two sides keep as many untouched lines between them",
                         "widen the gap, or make it a handoff",
                     )
     return Workflow(pair, shape, regions, file)
@@ -115,7 +115,7 @@ def check_workflow(workflow: Workflow, gold_first: str, gold_second: str) -> Non
         raise OpsdError(
             f"{workflow.pair}: partition, but gold edits {a.first}-{a.last} and {b.first}-{b.last} of {file} are "
             f"{max(0, gap(a, b))} lines apart",
-            f"Git merges hunks with {CONTEXT} lines of context",
+            f"a hunk has {CONTEXT} lines of context: two sides keep as many untouched lines between them",
             "make it a handoff: one side owns the file",
         )
     outside = [
