@@ -39,6 +39,8 @@ from verl_opsd.errors import InfraFault, OpsdError
 from verl_opsd.tokens.records import FeatureGrade, Grade
 
 STEP_TIMEOUT_S = 120.0
+#: Test runs of a grade at most: both suites on each agent's patch where the merge failed (two on the merged tree where it did not).
+TEST_RUNS = 4
 _RUNNER = "/usr/local/bin/runner.sh"
 _WRITE = re.compile(r"echo '[A-Za-z0-9+/=]*' \| base64 -d > /patches/([a-z0-9_.]+)")
 

@@ -21,14 +21,14 @@ from typing import Any
 
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.faults import grading_fault
-from verl_opsd.cooperbench.grading import STEP_TIMEOUT_S, grade_pair
+from verl_opsd.cooperbench.grading import STEP_TIMEOUT_S, TEST_RUNS, grade_pair
 from verl_opsd.cooperbench.identity import load_harness
 from verl_opsd.cooperbench.types import PairTask, PreparedTask
 from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.records import Grade
 
-#: A grading has at most this many test runs (two of the merged tree, two of each patch alone) and steps of the grader.
-TEST_RUNS, STEPS = 6, 40
+#: Steps of the grader itself, at most.
+STEPS = 40
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the locks of the parent's threads
 
 

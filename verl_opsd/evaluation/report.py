@@ -20,6 +20,7 @@ from rich.table import Table
 from verl_opsd.config import LossConfig, OpsdConfig
 from verl_opsd.distill.telemetry import DEPTHS, TURN_POSITIONS, TURNS, Ledger, Telemetry, bucket, parts
 from verl_opsd.errors import OpsdError
+from verl_opsd.evaluation.spent import spent, spent_rows
 from verl_opsd.evaluation.statistics import wilson
 from verl_opsd.evidence.chain import lines
 from verl_opsd.evidence.predictions import JUDGED
@@ -238,6 +239,7 @@ def build_report(run: RunDir, opsd: OpsdConfig, episodes: Sequence[Episode]) -> 
         "seconds": dict(seconds),
         "tokens_a_second": tokens_a_second(stages, opsd.loss.epochs),
         "devices": devices_of(stages),
+        "spent": spent(run, episodes, opsd.budget.sandbox_usd_per_hour, collects=opsd.mode != "offline"),
         "gates": {
             "passed": sum(g["verdict"] == "pass" for g in gates),
             "failed": [g for g in gates if g["verdict"] == "fail"],
@@ -308,6 +310,8 @@ def print_table(path: Path) -> None:
         idle = {k: sorted(row.values()) for k, row in devices["idle"].items()}
         table.add_row("idle devices by stage", "  ".join(f"{k} {v[0]:.0%} to {v[-1]:.0%}" for k, v in idle.items()))
         table.add_row("peak memory (GB)", "  ".join(f"{k} {v / 1e9:.2f}" for k, v in devices["peak_bytes"].items()))
+    if costs := [f"{name}: {words}" for name, words in spent_rows(r.get("spent", {}))]:
+        table.add_row("what episodes took", "\n".join(costs))
     table.add_row("gates", f"{r['gates']['passed']} passed, {len(r['gates']['failed'])} failed")
     for name, rows in r.get("predictions", {}).items():
         table.add_row(f"predictions {name}", ", ".join(f"{p['metric']} {p['verdict']}" for p in rows))

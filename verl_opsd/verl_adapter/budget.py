@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from omegaconf import DictConfig
 
 from verl_opsd.config import BudgetConfig, OpsdConfig
+from verl_opsd.cooperbench.grading import TEST_RUNS
 from verl_opsd.errors import OpsdError
-
-#: Sandboxes that are open while a pair plays: one for each agent and one for their remote; grading has one after them.
-SANDBOXES = 3
-#: Test runs of a grade at most: both suites on the merged tree, and on the second agent's patch where the merge failed.
-TEST_RUNS = 4
+from verl_opsd.evaluation.spent import FILE, SANDBOXES
+from verl_opsd.rundir import RunDir, write_json
 
 
 class DryRun(Exception):
@@ -108,7 +106,8 @@ def require_within(found: Estimate, budget: BudgetConfig) -> None:
             )
 
 
-def record(run: Any, found: Estimate, budget: BudgetConfig) -> None:
-    """Writes the estimate into the run's evidence, beside its limits."""
+def record(run: RunDir, found: Estimate, budget: BudgetConfig) -> None:
+    """Writes the estimate into the run's evidence, beside its limits, and where the report finds it."""
     for name, value, limit, holds in within(found, budget):
         run.evidence(f"budget.{name}", value, limit, None if limit is None else holds, found.text().splitlines()[0])
+    write_json(run.path / FILE, dataclasses.asdict(found))

@@ -9,6 +9,10 @@ from omegaconf import OmegaConf
 
 from verl_opsd.config import BudgetConfig, OpsdConfig
 from verl_opsd.errors import OpsdError
+from verl_opsd.evaluation.spent import spent, spent_rows
+from verl_opsd.evidence.chain import lines
+from verl_opsd.rundir import RunDir
+from verl_opsd.tokens.records import Episode
 from verl_opsd.verl_adapter.budget import estimate, record, require_within
 
 SECTION = {
@@ -74,21 +78,42 @@ def test_offline_runs_collect_for_evaluation_only_and_a_host_has_no_gpus():
 
 
 @pytest.mark.parametrize(("name", "above"), [("max_hours", 1.0), ("max_gpu_hours", 4.0), ("max_sandbox_usd", 2.0)])
-def test_a_limit_refuses_and_names_itself(name, above):
+def test_a_limit_refuses_and_names_itself(name, above, tmp_path):
     budget = {"minutes_per_pair": 6.0, "sandbox_usd_per_hour": 0.2}
     found = estimate(config(), opsd(budget=budget), 5)
     with pytest.raises(OpsdError, match=f"opsd.budget.{name}={above:g}"):
         require_within(found, BudgetConfig(**budget, **{name: above}))
     require_within(found, BudgetConfig(**budget, **{name: above * 1.2}))
-    rows = []
+    run = RunDir(tmp_path)
+    record(run, found, BudgetConfig(**budget, **{name: above * 1.2}))
+    rows = {x["gate"]: (x["threshold"], x["verdict"]) for x in lines(tmp_path)}
+    assert rows[f"budget.{name[4:]}"] == (above * 1.2, "pass")
+    assert [verdict for limit, verdict in rows.values() if limit is None] == ["recorded", "recorded"]
 
-    class Run:
-        def evidence(self, gate, value, threshold, passed, detail=""):
-            rows.append((gate, threshold, passed))
 
-    record(Run(), found, BudgetConfig(**budget, **{name: above * 1.2}))
-    assert (f"budget.{name[4:]}", above * 1.2, True) in rows
-    assert [passed for gate, limit, passed in rows if limit is None] == [None, None]  # recorded, and nothing depends on it
+def test_what_was_measured_stands_beside_the_estimate(tmp_path):
+    """Two episodes of 6 and 12 minutes at the same time, three sandboxes each; an evaluation of 3 minutes; 4 devices."""
+    budget = {"minutes_per_pair": 6.0, "sandbox_usd_per_hour": 0.2}
+    run = RunDir(tmp_path)
+    assert spent(run, [], 0.2, collects=True) == {} and list(spent_rows({})) == []
+    record(run, estimate(config(steps=1, batch=2, every=-1), opsd(budget=budget), 5), BudgetConfig(**budget))
+    for stage, minutes in (("collect", 12), ("score", 7), ("evaluate", 3)):
+        with run.stage(1, stage, started=1000.0, ended=1000.0 + 60 * minutes):
+            pass
+    played = [
+        Episode(n, "r", 1, (1, 2), "train", "c", "scored", (), (), None, {}, 0, t_start=1000.0, t_end=1000.0 + 60 * m)
+        for n, m in (("a", 6), ("b", 12))
+    ]
+    found = spent(run, played, 0.2, collects=True)["figures"]
+    assert {k: v["estimated"] for k, v in found.items()} == pytest.approx(
+        {"episodes": 2, "minutes": 6.0, "hours": 0.1, "gpu_hours": 0.4, "sandbox_hours": 0.6, "sandbox_usd": 0.12}
+    )
+    assert {k: v["measured"] for k, v in found.items()} == pytest.approx(
+        {"episodes": 2, "minutes": 9.0, "hours": 0.25, "gpu_hours": 1.0, "sandbox_hours": 0.9, "sandbox_usd": 0.18}
+    )
+    assert spent(run, played, 0.2, collects=False)["figures"]["hours"]["measured"] == pytest.approx(0.05)
+    words = dict(spent_rows(spent(run, played, 0.0, collects=True)))
+    assert words["episodes"] == "2 estimated, 2 measured" and words["GPU hours"] == "about 0.400 estimated, 1.000 measured"
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(BudgetConfig)])

@@ -12,6 +12,7 @@ from typing import Any
 from verl_opsd.evaluation.page.gather import RunData
 from verl_opsd.evaluation.page.parts import Linker, Numbering, Part, cell, details, gone, head, heading, row, text
 from verl_opsd.evaluation.page.plots import number
+from verl_opsd.evaluation.spent import spent_rows
 from verl_opsd.evidence.claims import claims
 from verl_opsd.evidence.copies import COPIED, warning
 from verl_opsd.evidence.graded import EPISODE
@@ -228,6 +229,7 @@ def provenance(runs: Sequence[RunData], numbering: Numbering) -> list[Part]:
             ("harness", f"{harness.get('name', '-')} {harness.get('version', '')}, tree {harness.get('tree_hash', '-')[:12]}"),
             ("contract", r.contract.hash),
             ("seconds by stage", ", ".join(f"{k} {v:.0f}" for k, v in (r.report.get("seconds") or {}).items())),
+            *((f"episodes: {name}", words) for name, words in spent_rows(r.report.get("spent") or {})),
         ]
         out.append(
             numbering.table(
