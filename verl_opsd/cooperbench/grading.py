@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +33,9 @@ from verl_opsd.cooperbench.feature_table import load_table
 from verl_opsd.cooperbench.identity import load_harness
 from verl_opsd.cooperbench.prepare import REPO_INSIDE
 from verl_opsd.cooperbench.sandbox import CommandResult, Sandbox, SandboxSpec, make_sandbox
+from verl_opsd.cooperbench.tampering import reaches_for_tests
 from verl_opsd.cooperbench.types import PairTask, PreparedTask
-from verl_opsd.cooperbench.verdicts import feature_grade, verdicts
+from verl_opsd.cooperbench.verdicts import feature_grade, results_line, verdicts, withheld
 from verl_opsd.errors import InfraFault, OpsdError
 from verl_opsd.tokens.records import FeatureGrade, Grade
 
@@ -98,11 +99,7 @@ class GradingSandbox:
             self.write(name, self._patches.get(name, base64.b64decode(args[-1].split("'")[1])))
             return _ExecResult(0, "")
         if any(f"bash {_RUNNER}" in arg for arg in args):
-            result = self._run(list(args), self._timeout_s)
-            if result.timed_out:
-                note = f"\nthe test run was killed after {self._timeout_s:g} s\n"
-                return _ExecResult(124, result.text + note)
-            return _ExecResult(result.returncode, result.text + ("\n(output cut)\n" if result.truncated else ""))
+            return self._tests(list(args))
         return self._step(list(args))
 
     def run_tests(self, tests: str, feature: str | None) -> _ExecResult:
@@ -112,6 +109,15 @@ class GradingSandbox:
     def terminate(self) -> None:
         """The sandbox is closed by whoever opened it."""
 
+    def _tests(self, argv: list[str]) -> _ExecResult:
+        """The runner. What its session wrote of each test comes behind the output, in words that the package does not read."""
+        results = f"results-{uuid.uuid4().hex}.xml"
+        result = self._run(argv, self._timeout_s, {"PYTEST_ADDOPTS": f"--junitxml=/patches/{results}"})
+        if result.timed_out:
+            return _ExecResult(124, f"{result.text}\nthe test run was killed after {self._timeout_s:g} s\n")
+        cut = "\n(output cut)\n" if result.truncated else ""
+        return _ExecResult(result.returncode, result.text + cut + results_line(self._patch_dir / results))
+
     def _step(self, argv: list[str]) -> _ExecResult:
         # The package writes the merged tree as a diff without the contents of binary files, which can't be applied.
         result = self._run([arg.replace("git diff ", "git diff --binary ") for arg in argv], STEP_TIMEOUT_S)
@@ -120,9 +126,10 @@ class GradingSandbox:
             raise self.fault
         return _ExecResult(result.returncode, result.text)
 
-    def _run(self, argv: list[str], timeout_s: float) -> CommandResult:
+    def _run(self, argv: list[str], timeout_s: float, env: Mapping[str, str] | None = None) -> CommandResult:
+        hosted = {name: self._hosted(value) for name, value in (env or {}).items()}
         try:
-            return self._sandbox.run([self._hosted(arg) for arg in argv], timeout_s=timeout_s, cwd=REPO_INSIDE)
+            return self._sandbox.run([self._hosted(arg) for arg in argv], timeout_s=timeout_s, cwd=REPO_INSIDE, env=hosted)
         except InfraFault as fault:
             self.fault = grading_fault("grader_died", str(fault))
             raise self.fault from fault
@@ -346,6 +353,9 @@ def grade_pair(
         raise grading_fault("grader_died", f"{pair.key}: {result['error'][-2000:]}")
     table = load_table(prepared)
     features, strategy, strict = verdicts(pair.features, table.rows if table else {}, result, second_alone)
+    tested = {"solo-agent1": own[:1], "solo-agent2": own[1:]}.get(strict, own)
+    if found := "; ".join(filter(None, map(reaches_for_tests, tested))):
+        features = withheld(features, f"a patch reaches for the test runner: {found}")
     return Grade(
         merge=result["merge"]["status"],
         strategy=strategy,

@@ -1,20 +1,27 @@
 """Two verdicts a feature: the ``cooperbench`` package's own, which is the headline, and the strict one, which earns the reward.
 
-Strict: the runner exits 0, pytest finished with a summary line, nothing failed, and at least as many tests passed as with the gold
-patch (where the task is qualified). A feature whose tests pass on the untouched base is a free point and earns nothing. Where the
+Strict: the runner exits 0, pytest finished with a summary line and a results file (JUnit XML) of each test, nothing failed in either, and
+at least as many tests passed as with the gold patch (where the task is qualified). A feature whose tests pass on the untouched base is a free point and earns nothing. Where the
 merge fails, either agent's patch alone earns both features if it passes both suites; the package asks the first agent's only.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from verl_opsd.cooperbench.feature_table import FeatureRow
 from verl_opsd.tokens.records import FeatureGrade
 
+#: A larger results file is none.
+RESULTS_BYTES = 16 << 20
+_RESULTS = "results file of the session:"
 _SUMMARY = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]*s", re.MULTILINE)
 
 
@@ -27,17 +34,46 @@ def pytest_counts(output: str) -> tuple[int, int] | None:
     return counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0)
 
 
+def results_line(path: Path) -> str:
+    """What a session's results file says, as the line that ends a test run's output; empty without a whole file.
+
+    The file was written by code that is not trusted: only a plain file of bounded size is read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        info = os.fstat(fd)
+        whole = stat.S_ISREG(info.st_mode) and info.st_size <= RESULTS_BYTES
+        text = os.read(fd, info.st_size) if whole else b""
+    finally:
+        os.close(fd)
+    try:
+        suites = list(ElementTree.fromstring(text).iter("testsuite"))
+        total, *bad = (sum(int(s.get(k, "")) for s in suites) for k in ("tests", "failures", "errors", "skipped"))
+    except (ElementTree.ParseError, ValueError):
+        return ""
+    return f"\n{_RESULTS} good={total - sum(bad)} bad={bad[0] + bad[1]}\n"
+
+
+def file_counts(output: str) -> tuple[int, int] | None:
+    """(passed, failed + errors) of a test run's results file; None where no session came to its end."""
+    found = re.search(rf"\n{_RESULTS} good=(\d+) bad=(\d+)\n\Z", output)
+    return (int(found[1]), int(found[2])) if found else None
+
+
 def objection(exit_code: int | None, output: str, row: FeatureRow | None) -> str:
     """Why a test run earns nothing; empty where it does. ``exit_code`` None: the suite did not run. ``row`` None: the feature
     is not qualified."""
-    counts = pytest_counts(output)
-    passed, failed = counts or (0, 0)
+    printed, written = pytest_counts(output), file_counts(output)
     if exit_code is None:
         return "the suite did not run"
     if exit_code != 0:
         return f"exit code {exit_code}"
-    if counts is None:
-        return "no summary of a finished test session"
+    if printed is None or written is None:
+        return "no summary and results of a finished test session"
+    passed, failed = min(printed[0], written[0]), max(printed[1], written[1])
     if failed or not passed:
         return f"{passed} tests passed, {failed} failed"
     if row is not None and row.gold_passes and passed < row.gold_tests:
@@ -86,3 +122,9 @@ def verdicts(
         strict = "solo-agent2"
         features = [replace(f, passed=False, note="the second agent's patch alone passes both suites") for f in both]
     return (features[0], features[1]), strategy, strict
+
+
+def withheld(features: tuple[FeatureGrade, FeatureGrade], why: str) -> tuple[FeatureGrade, FeatureGrade]:
+    """The grades with no strict pass."""
+    first, second = (replace(f, strict=False, note=why) if f.strict else f for f in features)
+    return first, second

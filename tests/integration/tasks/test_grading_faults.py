@@ -216,7 +216,7 @@ def test_a_patch_does_not_decide_how_tests_run(
     unguarded = tmp_path / "runner.sh"
     unguarded.write_text("guarded=NOTHING\n".join(_split_at_guard(task.runner.read_text())))
     hacked = grade_patch(pair, 1, replace(task, runner=unguarded), patch)
-    assert hacked.passed, hacked.output
+    assert hacked.passed or SUMMARY in hacked.output, hacked.output
 
 
 def _split_at_guard(runner: str) -> list[str]:
@@ -254,6 +254,35 @@ def test_skipped_tests_do_not_count(
     grade = grade_pair(pair, task, make_patch(task, {"textkit/cases.py": skipping}), gold(pair, 2))
     assert [(f.exit_code, f.passed, f.earned) for f in grade.features] == [(0, True, False), (0, True, False)]
     assert grade.features[0].tests_passed < 17
+
+
+CHEATS = {  # code of the library itself, which no guard of files can set back
+    "writes a summary past the capture": (
+        f"import os\nfor fd in range(3, 40):\n  try: os.write(fd, b'{SUMMARY}\\n')\n  except OSError: pass\n"
+        "getattr(os, '_ex' + 'it')(0)\n",
+        "no summary and results",
+    ),
+    "leaves with a good exit code after the session": (
+        f"import atexit, os\natexit.register(lambda: (os.write(1, b'{SUMMARY}\\n'), getattr(os, '_ex' + 'it')(0)))\n",
+        "tests passed",
+    ),
+    "turns failures into passes": (
+        "import _pytest.reports as r\nmake = r.TestReport.from_item_and_call.__func__\ndef always(cls, item, call):\n"
+        "    call.excinfo = None\n    return make(cls, item, call)\n"
+        "r.TestReport.from_item_and_call = classmethod(always)\n",
+        "a patch reaches for the test runner: textkit/__init__.py: import _pytest.reports as r",
+    ),
+}
+
+
+@pytest.mark.parametrize(("code", "note"), CHEATS.values(), ids=CHEATS.keys())
+def test_code_that_cheats_its_test_run_earns_nothing(
+    pair: PairTask, task: PreparedTask, make_patch: MakePatch, code: str, note: str
+) -> None:
+    before = (task.base / "textkit" / "__init__.py").read_text()
+    grade = grade_pair(pair, task, make_patch(task, {"textkit/__init__.py": code + before}), "")
+    assert [f.passed for f in grade.features] == [True, True], "the package's own reading must be fooled"
+    assert grade.reward == 0.0 and all(note in f.note for f in grade.features)
 
 
 def test_a_printed_summary_is_not_a_test_run(pair: PairTask, task: PreparedTask, make_patch: MakePatch) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from verl_opsd.cooperbench.dataset import POCKET_DIR
 from verl_opsd.cooperbench.feature_table import FeatureRow
-from verl_opsd.cooperbench.verdicts import feature_grade, pytest_counts, verdicts
+from verl_opsd.cooperbench.tampering import reaches_for_tests
+from verl_opsd.cooperbench.verdicts import RESULTS_BYTES, feature_grade, file_counts, pytest_counts, results_line, verdicts
 from verl_opsd.tokens.records import Grade
 
 LINE = "============================== {} in 0.04s ==============================\n"
@@ -31,6 +36,45 @@ def test_counts_are_those_of_the_last_summary_line(output: str, counts: tuple[in
     assert pytest_counts(output) == counts
 
 
+def output(summary: str) -> str:
+    """What a run of that summary prints, and the line of its results file."""
+    passed, bad = pytest_counts(LINE.format(summary)) or (0, 0)
+    return f"{LINE.format(summary)}\nresults file of the session: good={passed} bad={bad}\n"
+
+
+def junit(**counts: int) -> str:
+    values = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0} | counts
+    return "<testsuites><testsuite {}/></testsuites>".format(" ".join(f'{k}="{v}"' for k, v in values.items()))
+
+
+def test_a_results_file_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    path, printed = tmp_path / "r.xml", LINE.format("99 passed")
+    assert results_line(path) == ""
+    for text in ("", "<testsuites>", "<testsuites><testsuite tests='1'/></testsuites>", "x" * (RESULTS_BYTES + 1)):
+        path.write_text(text)
+        assert results_line(path) == ""
+    path.write_text(junit(tests=9, failures=1, errors=2, skipped=3))
+    assert file_counts(printed + results_line(path)) == (3, 3)
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(path)
+    os.mkfifo(pipe)
+    assert results_line(link) == results_line(pipe) == results_line(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("ending", "why"),
+    [
+        ("", "no summary and results"),
+        ("\nresults file of the session: good=9 bad=0\nmore\n", "no summary and results"),  # printed, not ours
+        ("\nresults file of the session: good=3 bad=1\n", "3 tests passed, 1 failed"),
+        ("\nresults file of the session: good=3 bad=0\n", "3 tests passed, 4 do with the gold patch"),
+    ],
+)
+def test_a_summary_that_the_results_file_does_not_bear_out_earns_nothing(ending: str, why: str) -> None:
+    grade = feature_grade(1, 0, LINE.format("99 passed") + ending, SOUND[1], own=True)
+    assert grade.passed and not grade.earned and grade.note.startswith(why)
+
+
 @pytest.mark.parametrize(
     ("exit_code", "summary", "gold", "passed"),
     [
@@ -51,14 +95,14 @@ def test_a_pass_needs_exit_zero_no_failure_and_the_gold_count(
     exit_code: int | None, summary: str, gold: int | None, passed: bool
 ) -> None:
     row = None if gold is None else FeatureRow(1, True, gold, False, 1.0)
-    grade = feature_grade(1, exit_code, LINE.format(summary), row, own=True)
+    grade = feature_grade(1, exit_code, output(summary), row, own=True)
     assert grade.earned is passed and grade.passed and bool(grade.note) is not passed
 
 
 def run(exit_code: int | None, summary: str = "4 passed", passed: bool | None = None) -> dict[str, object]:
     """One test run as the package gives it; by its own rule it passes with exit code 0."""
     ok = exit_code == 0 if passed is None else passed
-    return {"exit_code": exit_code, "test_output": LINE.format(summary), "passed": ok}
+    return {"exit_code": exit_code, "test_output": output(summary), "passed": ok}
 
 
 def merged(one: dict, two: dict, status: str = "clean", strategy: str = "naive") -> dict:
@@ -111,3 +155,25 @@ def test_both_verdicts(rows: dict, result: dict, second: list, own: list, earned
 )
 def test_empty_patches_are_counted_apart(merge: str, statuses: tuple[str, str], kind: str) -> None:
     assert Grade(merge, None, {"agent1": statuses[0], "agent2": statuses[1]}, ()).merge_kind == kind
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "found"),
+    [
+        ("lib/a.py", "import _pytest.runner", True),
+        ("lib/a.py", "    os._exit(0)", True),
+        ("lib/a.py", "if 'PYTEST_CURRENT_TEST' in os.environ:", True),
+        ("lib/a.pth", "import pytest", True),
+        ("lib/a.py", "raise SystemExit(0)", False),
+        ("conftest.py", "import pytest", False),  # set back by the grader
+        ("README.md", "run pytest", False),
+    ],
+)
+def test_code_that_reaches_for_the_test_runner_is_named(path: str, line: str, found: bool) -> None:
+    removed, added = (f"--- a/{path}\n+++ b/{path}\n@@ -1 +1,2 @@\n x\n{sign}{line}\n" for sign in "-+")
+    assert reaches_for_tests(removed) == ""
+    assert reaches_for_tests(removed + added) == (f"{path}: {line.strip()}" if found else "")
+
+
+def test_no_gold_patch_reaches_for_the_test_runner() -> None:
+    assert [p for p in POCKET_DIR.rglob("feature.patch") if reaches_for_tests(p.read_text())] == []
