@@ -339,6 +339,14 @@ KERNEL = {  # system calls by number on x86-64 and arm64, that would reach past 
     "process_vm_readv": (310, 270, "{pid}, vector, 1, vector, 1, 0"),
     "kcmp": (312, 272, "1, {pid}, 0, 0, 0"),
     "pidfd_open": (434, 434, "{pid}, 0"),
+    "io_uring_setup": (425, 425, "8, ctypes.create_string_buffer(120)"),
+    "fsopen": (430, 430, "b'tmpfs', 0"),
+    "open_tree": (428, 428, "-100, b'/usr', 1"),
+    "mount_setattr": (442, 442, "-1, b'/usr', 0, ctypes.create_string_buffer(32), 32"),
+    "fanotify_init": (300, 262, "0, 0"),
+    "syslog": (103, 116, "3, ctypes.create_string_buffer(99), 99"),
+    "acct": (163, 89, "b'/tmp/accounts'"),
+    "chroot": (161, 51, "b'/tmp'"),
 }
 
 
@@ -427,6 +435,56 @@ def test_a_hook_in_the_shared_repository_does_not_run(make, tmp_path, protected)
     assert result.returncode == 0 and "refs/heads/main" in result.text, result.text
     second.close()
     assert not (shared / "ran").exists()
+
+
+def test_the_shared_repository_leads_nowhere_else(make, secret):
+    """Links of one agent in place of the repository's own files: neither the other nor the host follows them out."""
+    shared = secret.parent / "git" / "r.git"
+    subprocess.run(["git", "init", "-q", "--bare", "-b", "main", "--shared=group", shared], check=True)
+    (shared / "hooks").mkdir(exist_ok=True)
+    binds, fixed = ((shared, "/git/r.git"),), tuple((shared / p, f"/git/r.git/{p}") for p in ("hooks", "config"))
+    first = make(rw_binds=binds, ro_binds=fixed)
+    before = secret.read_text(), secret.stat().st_mode, secret.stat().st_uid
+    plant = f"echo {secret.parent} > objects/info/alternates; mv config c; mv hooks h"
+    plant += "".join(f"; ln -sf {secret} {name}" for name in ("HEAD", "packed-refs", "refs/heads/evil", "description"))
+    bash(first, plant, cwd="/git/r.git")
+    assert (shared / "refs/heads/evil").is_symlink() and (shared / "config").is_file() and (shared / "hooks").is_dir()
+    second = make(rw_binds=binds)
+    text = bash(second, "cat HEAD refs/heads/evil description packed-refs; git ls-remote .", cwd="/git/r.git").text
+    assert before[0] not in text and before == (secret.read_text(), secret.stat().st_mode, secret.stat().st_uid)
+
+
+def test_sandboxes_that_run_at_the_same_time_do_not_meet(make):
+    """Abstract sockets, SysV memory, signals and tracing between the two agents of a pair."""
+    first, second = make(), make()
+    wait = "import socket\ns = socket.socket(socket.AF_UNIX); s.bind('\\0meet'); s.listen(); s.settimeout(3)\n"
+    wait += "try: s.accept(); print('met')\nexcept TimeoutError: print('alone')"
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(bash(first, f'ipcmk -M 4096; python3 -c "{wait}"').text))
+    thread.start()
+    while not (pids := processes_of(first.uid)):
+        time.sleep(0.02)
+    time.sleep(0.5)
+    probe = "import ctypes, os, socket\nlibc = ctypes.CDLL(None)\n"
+    probe += "try: socket.socket(socket.AF_UNIX).connect('\\0meet'); print('met')\nexcept OSError: print('nobody')\n"
+    probe += f"print(*(libc.ptrace(16, p, 0, 0) or libc.kill(p, 9) for p in {sorted(pids)}))"
+    text = python(second, probe).text + bash(second, "ipcs -m").text
+    thread.join()
+    assert found[0].endswith("alone\n") and "Shared memory id" in found[0]
+    assert "nobody" in text and "4096" not in text and set(text.split("\n")[1].split()) == {"-1"}
+
+
+def test_nothing_of_a_closed_sandbox_is_in_the_next(make):
+    """What an agent leaves for whoever comes after it: start-up files, programs, the user's Python packages."""
+    leave = "mkdir -p ~/.local/lib/python3.{9..14}/site-packages; for d in ~/.local/lib/*/site-packages; do"
+    leave += " echo 'print(\"left\")' > $d/usercustomize.py; done; echo 'echo left' > ~/.bashrc; cp ~/.bashrc ~/.profile"
+    leave += "; printf '#!/bin/sh\\necho left\\n' | tee /tmp/git > /usr/local/bin/git; chmod +x /usr/local/bin/git"
+    first = make()
+    bash(first, leave)
+    assert "left" in bash(first, "bash -lc 'git --version'; python3 -c 1").text
+    first.close()
+    text = bash(make(), "bash -lc 'git --version'; python3 -c 1; ls -A ~ /tmp; env").text
+    assert "git version" in text and "left" not in text
 
 
 def test_links_in_a_workspace_are_not_followed_by_the_host(make, secret):

@@ -17,13 +17,14 @@ X32_BIT = 0x40000000  # x86-64 only: the same calls under other numbers
 ARCH_OFFSET, NUMBER_OFFSET, FIRST_ARGUMENT_OFFSET = 4, 0, 16  # of struct seccomp_data; both machines are little-endian
 LOAD, JUMP_EQ, JUMP_GE, JUMP_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+IO_URING_SETUP = 425  # on every machine
 # AUDIT_ARCH_* and the numbers of clone, unshare, setns, clone3
 MACHINES = {"x86_64": (0xC000003E, 56, 272, 308, 435), "aarch64": (0xC00000B7, 220, 97, 268, 435)}
 
 
 def no_user_namespaces() -> bytes:
     """The filter for this machine. ``clone3`` gives ENOSYS (a filter can't read its flags; the C library then takes
-    ``clone``); a user namespace, ``setns`` and calls of another architecture give EPERM.
+    ``clone``), and so does io_uring, whose calls no filter sees; a user namespace, ``setns`` and calls of another architecture give EPERM.
 
     Raises:
         OpsdError: a machine other than x86-64 and arm64.
@@ -39,10 +40,11 @@ def no_user_namespaces() -> bytes:
     # (operation, operand, instructions to skip when true, when false)
     program = [
         (LOAD, ARCH_OFFSET, 0, 0),
-        (JUMP_EQ, arch, 0, 9),
+        (JUMP_EQ, arch, 0, 10),
         (LOAD, NUMBER_OFFSET, 0, 0),
-        (JUMP_GE, X32_BIT, 7, 0),
-        (JUMP_EQ, clone3, 8, 0),
+        (JUMP_GE, X32_BIT, 8, 0),
+        (JUMP_EQ, clone3, 9, 0),
+        (JUMP_EQ, IO_URING_SETUP, 8, 0),
         (JUMP_EQ, setns, 5, 0),
         (JUMP_EQ, unshare, 1, 0),
         (JUMP_EQ, clone, 0, 4),
