@@ -5,6 +5,7 @@ Shape suffixes: N loss positions, V vocabulary, J outcomes of a support (its tok
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -50,6 +51,27 @@ PARAMETERS: dict[str, dict[str, float]] = {
     "skewed_reverse_kl": {"skew": 0.2},
     "skewed_forward_kl": {"skew": 0.2},
 }
+
+
+def of_logprobs(name: str, logp: Tensor, logq: Tensor) -> Tensor:
+    """A divergence of ``DIVERGENCES`` by logarithms, so that no probability underflows: [N] from float64 [N, J]; -inf on both sides adds 0."""
+
+    def log_kl(loga: Tensor, logb: Tensor) -> Tensor:
+        there = loga > -torch.inf
+        return (loga.exp() * (torch.where(there, loga, 0.0) - torch.where(there, logb, 0.0))).sum(-1)
+
+    def mixture(loga: Tensor, logb: Tensor, share: float) -> Tensor:
+        there = loga > -torch.inf
+        mixed = torch.logaddexp(
+            torch.where(there, loga, 0.0) + math.log(share), torch.where(there, logb, 0.0) + math.log1p(-share)
+        )
+        return torch.where(there, mixed, -torch.inf)
+
+    if name == "jsd":
+        m = mixture(logq, logp, 0.3)
+        return 0.3 * log_kl(logq, m) + 0.7 * log_kl(logp, m)
+    pair = (logq, logp) if "forward" in name else (logp, logq)
+    return log_kl(pair[0], mixture(*pair, 0.2) if "skewed" in name else pair[1])
 
 
 def support_of(side: str, p_V: Tensor, q_V: Tensor, label: int, k: int) -> list[int]:

@@ -10,7 +10,7 @@ logits around its mean m_b under p_b; the gradient itself (bf16) takes the place
 
     dKL / ds_v = p_v (d_v - KL),   p_v = P_b p_b(v),   d_v - KL = e_b(v) + k_b,   k_b = m_b - sum_b P_b m_b
 
-Both are rounded by 2^-12 of their own size. Around another number than m_b they would cancel where the student is sure of one token.
+Both are rounded by 2^-12 of their own size (p_b is kept times 2^15: a small one would be a subnormal). Around another number than m_b they would cancel where the student is sure of one token.
 
 Four bytes a logit are kept where kept logits and their gradient take ten, so a chunk may hold more positions, and the products are nearer to their full speed.
 
@@ -53,7 +53,7 @@ def _block_kernel(student, teacher, prob, diff, stats, start, W, V, B, SIZE, BLO
     p = tl.exp((s - s_max) - s_log)
     d = difference - (tl.where(close, s_max - t_max, 0.0) + ratio)
     kl = tl.where(inside, kl_terms(p, tl.exp(t - t_max) / t_sum, d), 0.0)
-    tl.store(prob + row * V + start + at, p.to(prob.dtype.element_ty), mask=inside)
+    tl.store(prob + row * V + start + at, (p * 32768.0).to(prob.dtype.element_ty), mask=inside)
     # From the block's top token, then around the mean: where the student is sure of it, its number is near 0 and keeps its digits.
     top = tl.max(tl.where(s == s_max, difference, -float("inf")), 0)
     mean = tl.sum(tl.where(inside, p * (difference - top), 0.0), 0)
@@ -114,7 +114,7 @@ def _combine_kernel(stats, out, C, B, SIZE, BLOCKS: tl.constexpr):
     tl.store(out + 4 * C + row, tl.sum(mass * entropy, 0))
     tl.store(out + 5 * C + row, tl.max(tl.where(best, both, 0.0), 0))
     tl.store(out + 6 * C + row, tl.sum(tl.where(there, between + within, 0.0), 0))
-    tl.store(place, mass, mask=there)
+    tl.store(place, mass / 32768.0, mask=there)
     tl.store(place + SIZE, block_mean - mean, mask=there)
 
 

@@ -213,7 +213,7 @@ def _fused(function: Analytic, cuda: bool) -> Analytic:
 
 
 def _by_autograd(chunk: ChunkInput, spec: LossSpec, student_CV: Tensor) -> ChunkOutput:
-    """Sampled tokens, supports, own divergences: autograd from the divergence to the log-probabilities, by hand from there to the logits."""
+    """Sampled tokens, supports, own divergences: autograd from the divergence to the log-probabilities of its outcomes, by hand from there."""
     logp_CV = torch.log_softmax(student_CV, dim=-1)
     out = ChunkOutput(loss=student_CV.new_zeros(()), entropy_C=-(logp_CV.exp() * logp_CV).sum(-1))
     if chunk.labels_C is not None:
@@ -228,28 +228,31 @@ def _by_autograd(chunk: ChunkInput, spec: LossSpec, student_CV: Tensor) -> Chunk
             logq_CV = torch.log_softmax(logits(signal.hidden_NH, weight_VH, chunk.dtype), dim=-1)
         if signal is not None and signal is chunk.teacher:
             _describe_teacher(out, chunk, signal, logp_CV, logq_CV)
+        q_CJ: Tensor | None = None
+        if not spec.sampled:
+            assert signal is not None
+            if ids_CK is None:  # the anchor is measured on the teacher's support
+                ids_CK = _support(chunk, spec, signal, logp_CV, logq_CV)
+            q_CJ = _outcomes(chunk, signal, logq_CV, ids_CK)
+        p_CJ = logp_CV if ids_CK is None else support.with_tail(logp_CV, ids_CK)
         with torch.enable_grad():
-            leaf_CV = logp_CV.detach().requires_grad_(chunk.need_grad)
-            if spec.sampled:
-                value_C = _sampled(chunk, spec, signal, leaf_CV, logq_CV, coef_C)
+            leaf_CJ = p_CJ.detach().requires_grad_(chunk.need_grad)
+            if q_CJ is None:
+                value_C = _sampled(chunk, spec, signal, leaf_CJ, logq_CV, coef_C)
             else:
-                assert signal is not None
-                if ids_CK is None:  # the anchor is measured on the teacher's support
-                    ids_CK = _support(chunk, spec, signal, logp_CV, logq_CV)
-                p_CJ = leaf_CV if ids_CK is None else support.with_tail(leaf_CV, ids_CK)
-                q_CJ = _outcomes(chunk, signal, logq_CV, ids_CK)
-                value_C = _fused(ANALYTIC[spec.divergence], leaf_CV.is_cuda)(p_CJ, q_CJ, spec)
-                if signal is chunk.teacher:
-                    one_C = torch.ones_like(value_C)
-                    out.coverage_student_C = one_C if ids_CK is None else support.coverage(p_CJ.detach())
-                    out.coverage_teacher_C = one_C if ids_CK is None else support.coverage(q_CJ)
+                value_C = _fused(ANALYTIC[spec.divergence], leaf_CJ.is_cuda)(leaf_CJ, q_CJ, spec)
             coef_C = _effective(out, value_C.detach(), coef_C, weights)
             loss = weighted_sum(coef_C, value_C)
+        if q_CJ is not None and signal is chunk.teacher:
+            one_C = torch.ones_like(value_C)
+            out.coverage_student_C = one_C if ids_CK is None else support.coverage(p_CJ)
+            out.coverage_teacher_C = one_C if ids_CK is None else support.coverage(q_CJ)
         out.loss = out.loss + loss.detach()
         if grad_CV is not None and loss.requires_grad:
-            (term_grad_CV,) = torch.autograd.grad(loss, leaf_CV)
+            (grad_CJ,) = torch.autograd.grad(loss, leaf_CJ)
             # 0 * NaN is NaN: a masked position keeps an exact 0 whatever its values are.
-            grad_CV += torch.where(coef_C[:, None] == 0, 0.0, term_grad_CV)
+            grad_CJ = through_softmax(torch.where(coef_C[:, None] == 0, 0.0, grad_CJ), p_CJ)
+            grad_CV += grad_CJ if ids_CK is None else support.to_logits(grad_CJ, p_CJ, logp_CV, ids_CK)
         return value_C.detach()
 
     if chunk.coef_C is not None:
@@ -258,9 +261,7 @@ def _by_autograd(chunk: ChunkInput, spec: LossSpec, student_CV: Tensor) -> Chunk
         assert chunk.anchor_coef_C is not None
         out.anchor_C = term(chunk.anchor, chunk.anchor_weight_VH, chunk.anchor_coef_C, ())
     if grad_CV is not None:
-        used_C1 = (grad_CV != 0).any(-1, keepdim=True)
-        through_CV = sum_to_zero(grad_CV - logp_CV.exp() * grad_CV.sum(-1, keepdim=True), logp_CV)
-        out.grad_CV = torch.where(used_C1, through_CV, 0.0).to(chunk.weight_VH.dtype)
+        out.grad_CV = grad_CV.to(chunk.weight_VH.dtype)
     return out
 
 
@@ -336,12 +337,16 @@ def _label_logprob(labels_C: Tensor, signal: Signal, logq_CV: Tensor | None) -> 
     return _pick(signal.logprobs_NK, slot_C)
 
 
-def sum_to_zero(grad_CV: Tensor, logp_CV: Tensor) -> Tensor:
-    """A gradient by logits, in which the most probable token's is minus the sum of the others', which a softmax makes it: made by itself
-    it loses its digits where that token is sure. In place."""
+def through_softmax(grad_CV: Tensor, logp_CV: Tensor) -> Tensor:
+    """From a gradient by log-probabilities to that by their logits. A row of zeros stays exactly 0, whatever its log-probabilities hold.
+
+    It sums to zero. The most probable token's is made as minus the sum of the others': where that token is sure, it would lose its digits
+    by itself.
+    """
+    used_C1 = (grad_CV != 0).any(-1, keepdim=True)
     top_C1 = logp_CV.argmax(-1, keepdim=True)
-    others_C1 = grad_CV.scatter_(1, top_C1, 0.0).sum(-1, keepdim=True)
-    return grad_CV.scatter_(1, top_C1, -others_C1)
+    others_CV = (grad_CV - logp_CV.exp() * grad_CV.sum(-1, keepdim=True)).scatter_(1, top_C1, 0.0)
+    return torch.where(used_C1, others_CV.scatter_(1, top_C1, -others_CV.sum(-1, keepdim=True)), 0.0)
 
 
 def _pick(value_CV: Tensor, labels_C: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from verl_opsd.distill import support
-from verl_opsd.distill.chunk import ROWS, ChunkInput, ChunkOutput, chunk_loss, default_rows, logits, matmul, sum_to_zero
+from verl_opsd.distill.chunk import ROWS, ChunkInput, ChunkOutput, chunk_loss, default_rows, logits, matmul, through_softmax
 from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
@@ -145,7 +145,10 @@ class HeadTask:
         given = self.teacher is not None and self.teacher.ids_NK is not None
         if n and (self.loss.support == "signal" or (self.loss.sampled and given)):
             assert self.teacher is not None and self.teacher.ids_NK is not None and self.labels_N is not None
-            support.check_ids(self.teacher.ids_NK, self.labels_N.to(self.teacher.ids_NK.device), vocab)
+            assert self.teacher.logprobs_NK is not None and self.teacher.tail_N is not None and self.coef_N is not None
+            device = self.teacher.ids_NK.device
+            support.check_ids(self.teacher.ids_NK, self.labels_N.to(device), vocab)
+            support.check_mass(self.teacher.logprobs_NK, self.teacher.tail_N, (self.coef_N != 0).to(device))
 
     def _check_loss(self) -> None:
         """The parts that the divergence needs are there, and no other."""
@@ -308,11 +311,10 @@ def _add_policy_gradient(
         p_CV = logp_CV.exp()
         entropy_C1 = -(p_CV * logp_CV).sum(-1, keepdim=True)
         by_logprob_C1, by_entropy_C1 = by_logprob_N[rows, None].to(dtype), by_entropy_N[rows, None].to(dtype)
-        grad_CV = -p_CV * (by_logprob_C1 + by_entropy_C1 * (logp_CV + entropy_C1))
-        grad_CV.scatter_add_(1, labels_N[rows, None], by_logprob_C1)
-        grad_CV = sum_to_zero(grad_CV, logp_CV)
         used_C1 = (by_logprob_C1 != 0) | (by_entropy_C1 != 0)
-        grad_CV = torch.where(used_C1, grad_CV, 0.0).to(weight_VH.dtype)
+        by_logp_CV = torch.where(by_entropy_C1 == 0, 0.0, -by_entropy_C1 * p_CV * (logp_CV + entropy_C1))
+        by_logp_CV.scatter_add_(1, labels_N[rows, None], by_logprob_C1)
+        grad_CV = through_softmax(by_logp_CV, logp_CV).to(weight_VH.dtype)
         if grad_hidden_NH is not None:
             grad_hidden_NH[rows] += grad_CV @ weight_VH
         if grad_weight_VH is not None:

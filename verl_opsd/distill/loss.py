@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl_opsd.distill import divergence
 from verl_opsd.distill.dense import Mixture
-from verl_opsd.distill.weights import Weight
+from verl_opsd.distill.weights import Threshold, Weight
 from verl_opsd.errors import OpsdError
 
 Analytic = Callable[[Tensor, Tensor, "LossSpec"], Tensor]
@@ -101,6 +101,8 @@ class LossSpec:
                 _refuse(f"max_log_ratio={self.max_log_ratio}", f"0 < max_log_ratio <= {divergence.MAX_LOG_RATIO} nats")
         if self.sampled and self.support != "full":
             _refuse(f"{name} with support={self.support}", "a sampled-token estimator has no support")
+        if self.sampled and any(isinstance(weight, Threshold) for weight in self.weights):
+            _refuse(f"{name} with a Threshold", "one token's estimate is no divergence: a threshold on it keeps tokens by luck")
 
     @property
     def sampled(self) -> bool:

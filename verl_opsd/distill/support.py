@@ -63,21 +63,56 @@ def check_ids(ids_CK: Tensor, labels_C: Tensor, vocab: int) -> None:
         )
 
 
+#: How far the mass of a given support and its tail may be from 1: log-probabilities that were rounded on their way, not another distribution.
+MASS_TOLERANCE = 1e-3
+
+
+def check_mass(logprobs_NK: Tensor, tail_N: Tensor, carries_N: Tensor) -> None:
+    """Refuses a given support whose outcomes are no distribution, where ``carries_N``; elsewhere nothing is made of it.
+
+    Raises:
+        OpsdError: with the first position at fault, and its mass.
+    """
+    mass_N = logprobs_NK.double().exp().sum(-1) + tail_N.double().exp()
+    wrong_N = carries_N & ~((mass_N - 1).abs() <= MASS_TOLERANCE)
+    if bool(wrong_N.any()):
+        at = int(wrong_N.nonzero()[0])
+        raise OpsdError(
+            f"support {at} has the mass {float(mass_N[at]):.4g} with its tail",
+            "the probabilities of the support's tokens and of the tail sum to 1",
+            "give log-probabilities of the whole distribution (temperature 1, no top_p), and the log of what is left as the tail",
+        )
+
+
+def _inside(ids_CK: Tensor, vocab: int) -> Tensor:
+    """Which tokens a support holds, bool[C, V]."""
+    inside_CV = torch.zeros(ids_CK.shape[0], vocab + 1, dtype=torch.bool, device=ids_CK.device)
+    return inside_CV.scatter_(1, torch.where(ids_CK >= 0, ids_CK, vocab), True)[:, :-1]  # column V swallows unused slots
+
+
 def with_tail(logp_CV: Tensor, ids_CK: Tensor) -> Tensor:
-    """Log-probabilities [C, J] of the support's tokens and of everything else, differentiable.
+    """Log-probabilities [C, J] of the support's tokens and of everything else.
 
     The tail is the log-sum-exp of the tokens outside, not 1 - sum: it keeps its digits when it is small.
     """
     used_CK = ids_CK >= 0
     slots_CK = torch.where(used_CK, logp_CV.gather(-1, ids_CK.clamp_min(0)), -torch.inf)
-    # Column V swallows unused slots.
-    inside_CV = torch.zeros(logp_CV.shape[0], logp_CV.shape[1] + 1, dtype=torch.bool, device=logp_CV.device)
-    inside_CV.scatter_(1, torch.where(used_CK, ids_CK, logp_CV.shape[1]), True)
-    inside_CV = inside_CV[:, :-1]
+    inside_CV = _inside(ids_CK, logp_CV.shape[1])
     full_C = inside_CV.all(-1)
     outside_CV = logp_CV.masked_fill(inside_CV & ~full_C[:, None], -torch.inf)
     tail_C = torch.where(full_C, -torch.inf, torch.logsumexp(outside_CV, dim=-1))
     return torch.cat([slots_CK, tail_C[:, None]], dim=-1)
+
+
+def to_logits(grad_CJ: Tensor, outcomes_CJ: Tensor, logp_CV: Tensor, ids_CK: Tensor) -> Tensor:
+    """Gradient by the logits of all tokens, [C, V], from that by the logits of the outcomes: a token of the support has its own, the others
+    share the tail's by their probability. A row of zeros stays exactly 0, whatever its log-probabilities hold.
+    """
+    tail_C1 = outcomes_CJ[:, -1:]
+    grad_CV = torch.exp(logp_CV - tail_C1) * grad_CJ[:, -1:]
+    of_tail_CV = ~_inside(ids_CK, logp_CV.shape[1]) & (tail_C1 > -torch.inf) & (grad_CJ != 0).any(-1, keepdim=True)
+    grad_CV = torch.where(of_tail_CV, grad_CV, 0.0)
+    return grad_CV.scatter_add_(1, ids_CK.clamp_min(0), torch.where(ids_CK >= 0, grad_CJ[:, :-1], 0.0))
 
 
 def coverage(outcomes_CJ: Tensor) -> Tensor:

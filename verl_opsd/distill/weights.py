@@ -19,6 +19,7 @@ Shape suffixes: N loss positions of one row, C loss positions of one chunk.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -50,6 +51,10 @@ class Threshold:
 
     above: float = 0.05
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.above < math.inf:
+            raise OpsdError(f"threshold above={self.above} nats", "a divergence is at least 0", "set it to 0 or more")
+
     def __call__(self, values: TokenValues) -> Tensor:
         return threshold_mask(values.divergence_C, self.above)
 
@@ -60,6 +65,14 @@ class SurprisalGate:
 
     kappa: float
     gamma: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.kappa < math.inf or not math.isfinite(self.gamma):
+            raise OpsdError(
+                f"gate kappa={self.kappa} gamma={self.gamma}",
+                "kappa is above 0, or the gate is open to what surprises the student; gamma is a log-probability",
+                "raise kappa, or leave the gate out",
+            )
 
     def __call__(self, values: TokenValues) -> Tensor:
         return torch.sigmoid(self.kappa * (values.student_logprob_C - self.gamma))
@@ -76,8 +89,10 @@ class Clip:
     limit: float
 
     def __post_init__(self) -> None:
-        if not self.limit > 0:
-            raise OpsdError(f"clip at {self.limit} nats", "a clip is above 0", "raise the limit, or leave the clip out")
+        if not 0 < self.limit < math.inf:
+            raise OpsdError(
+                f"clip at {self.limit} nats", "a clip is above 0 and finite", "correct the limit, or leave the clip out"
+            )
 
     def __call__(self, values: TokenValues) -> Tensor:
         size_C = values.divergence_C.abs()

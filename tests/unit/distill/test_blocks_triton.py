@@ -9,6 +9,7 @@ import pytest
 import torch
 from parity import reference
 
+from distill import logit_rows
 from verl_opsd.distill import dense
 
 if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
@@ -56,9 +57,9 @@ def test_value_norms_and_gradient_are_the_definition(vocab: int, width: int, apa
     assert (grad - want_grad).norm() < 1e-5 * want_grad.norm()
     logp, logq = reference.log_softmax(student.double()), reference.log_softmax(teacher.double())
     got = (student - norms.student_top_C[:, None]) - norms.student_log_C[:, None]
-    torch.testing.assert_close(got.double(), logp, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got.double(), logp, rtol=1e-6, atol=5e-6)
     got = (teacher - norms.teacher_top_C[:, None]) - norms.teacher_log_C[:, None]
-    torch.testing.assert_close(got.double(), logq, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got.double(), logq, rtol=1e-6, atol=5e-6)
     torch.testing.assert_close(norms.entropy_C.double(), -(logp.exp() * logp).sum(-1), rtol=1e-5, atol=1e-5)
     assert torch.equal(norms.agree_C.bool(), student.argmax(-1) == teacher.argmax(-1))
 
@@ -72,7 +73,16 @@ def test_sixteen_bits_touch_the_gradient_alone() -> None:
         assert 1e-6 < (exact[2] - short[2]).norm() / exact[2].norm() < 2**-10  # bf16 itself rounds to 2^-9
 
 
-@pytest.mark.parametrize("rest, teacher_p", [(2.5e-3, 0.01), (3.4e-4, 0.1), (3.4e-4, 0.01), (4.5e-5, 0.1), (4.5e-5, 1e-9)])
+@pytest.mark.parametrize("case", logit_rows.CASES)
+def test_every_row_keeps_its_digits(case: str) -> None:
+    student, teacher = logit_rows.make(case)
+    _, kl, grad = run(student, teacher, torch.ones(6))
+    logit_rows.check(kl, grad, logit_rows.wanted("reverse_kl", student, teacher))
+
+
+@pytest.mark.parametrize(
+    "rest, teacher_p", [(2.5e-3, 0.01), (3.4e-4, 0.1), (3.4e-4, 0.01), (4.5e-5, 0.1), (4.5e-5, 1e-9), (1e-6, 0.1)]
+)
 def test_sixteen_bits_keep_the_gradient_of_a_student_that_is_sure(rest: float, teacher_p: float) -> None:
     """Each position by itself: one norm over a batch would hide such a row behind the others."""
     g = torch.Generator().manual_seed(3)

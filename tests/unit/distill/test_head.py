@@ -403,41 +403,6 @@ def test_contradicting_tasks_are_refused(match: str) -> None:
         head(x)
 
 
-def test_anchor_under_a_weight_of_its_own() -> None:
-    """The base of full-parameter training: neither the head's gradient nor its movement reaches it."""
-    g = torch.Generator().manual_seed(9)
-    base = {"anchor": Signal(hidden_NH=torch.randn(7, 4, generator=g), head_id="initial")}
-    for spec in (LossSpec(), LossSpec(divergence="forward_kl")):
-        head, x, task = make(seed=6, chunk=3, loss=spec, **base, anchor_weight_VH=torch.randn(V, 4, generator=g))
-        loss, gx, gw = run(head, x, task)
-        x64, w64 = x.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
-        p = reference.softmax(x64.reshape(-1, H)[task.index_N] @ w64.T)
-        q = reference.softmax(task.teacher.hidden_NH.double() @ task.teacher_weight_VH.double().T)
-        b = reference.softmax(task.anchor.hidden_NH.double() @ task.anchor_weight_VH.double().T)
-        function = reference.DIVERGENCES[spec.divergence]
-        want = (task.coef_N * function(p, q) + task.anchor_coef_N * function(p, b)).sum()
-        want_gx, want_gw = torch.autograd.grad(want, [x64, w64])
-        assert loss == pytest.approx(want.item(), rel=1e-5)
-        assert relative_error(gx, want_gx) < 1e-5 and relative_error(gw, want_gw) < 1e-5
-        torch.testing.assert_close(task.result.anchor_N.double(), function(p, b).detach(), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"anchor_weight_VH": torch.zeros(V, H)},
-        {"anchor": Signal(hidden_NH=torch.zeros(7, 4), head_id="initial"), "anchor_weight_VH": torch.zeros(V + 1, 4)},
-        {"anchor": None, "anchor_coef_N": None, "anchor_weight_VH": torch.zeros(V, H)},
-    ],
-    ids=["own head and a weight", "another vocabulary", "no anchor"],
-)
-def test_contradicting_anchors_are_refused(parts: dict) -> None:
-    head, x, task = make(**parts)
-    head.task = task
-    with pytest.raises(OpsdError, match="anchor"):
-        head(x)
-
-
 def test_a_sampled_estimator_wants_the_sampled_token_in_a_support_signal():
     ids = torch.arange(4).repeat(7, 1)
     signal = Signal(ids_NK=ids, logprobs_NK=torch.full((7, 4), 0.2).log(), tail_N=torch.full((7,), 0.2).log())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -92,3 +94,22 @@ def test_a_small_tail_keeps_its_digits() -> None:
 def test_given_supports_are_checked(broken: list[list[int]], match: str) -> None:
     with pytest.raises(OpsdError, match=match):
         support.check_ids(torch.tensor(broken), torch.tensor([2 if match == "lacks" else 0]), V)
+
+
+@pytest.mark.parametrize(
+    "change", ["tail too large", "tail too small", "a token too likely", "another temperature", "no number"]
+)
+def test_a_given_support_that_is_no_distribution_is_refused(change: str) -> None:
+    logprobs, tail = torch.tensor([[0.5, 0.3, 0.0], [0.2, 0.2, 0.1]]).log(), torch.tensor([0.2, 0.5]).log()
+    support.check_mass(logprobs, tail, torch.tensor([True, True]))
+    support.check_mass(logprobs + 1e-4, tail, torch.tensor([True, True]))  # rounded on its way
+    if change == "another temperature":
+        logprobs = logprobs / 0.7
+    elif change.startswith("tail"):
+        tail[1] = math.log(0.6 if "large" in change else 0.4)
+    else:
+        logprobs[1, 0] = math.nan if change == "no number" else math.log(0.3)
+    with pytest.raises(OpsdError, match=r"support [01] has the mass"):
+        support.check_mass(logprobs, tail, torch.tensor([True, True]))
+    if change != "another temperature":
+        support.check_mass(logprobs, tail, torch.tensor([True, False]))  # a masked position may hold anything

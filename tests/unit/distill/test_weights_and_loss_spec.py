@@ -64,6 +64,22 @@ def test_gate_and_product_by_formula() -> None:
 
 
 @pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: weights.SurprisalGate(x, -3.0),
+        lambda x: weights.SurprisalGate(1.0, math.inf if x == 0 else math.nan),
+        lambda x: weights.Clip(x),
+        lambda x: weights.Threshold(x or -0.1),
+    ],
+    ids=["kappa", "gamma", "clip", "threshold"],
+)
+@pytest.mark.parametrize("broken", [0.0, -1.0, math.nan])
+def test_weights_out_of_range_are_refused(make, broken: float) -> None:
+    with pytest.raises(OpsdError, match="way out"):
+        make(broken)
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"divergence": "kl"},
@@ -86,6 +102,8 @@ def test_gate_and_product_by_formula() -> None:
         {"max_log_ratio": 5.0},
         {"divergence": "k3", "max_log_ratio": 100.0},
         {"divergence": "k2", "support": "teacher_topk", "top_k": 5},
+        *({"divergence": name, "weights": (weights.Threshold(),)} for name in ("k1", "k2", "k3", "nll")),
+        {"divergence": "policy_gradient", "trust": (0.5, 2.0), "weights": (weights.Clip(1.0), weights.Threshold())},
     ],
     ids=str,
 )
