@@ -80,8 +80,8 @@ def windows(
 ) -> list[PassPlan]:
     """The windows of a pass that is too long. Each scored position is scored in exactly one of them, a reply never in two.
 
-    A window begins at the last block that is no reply and has ``context`` tokens or more between its start and the first scored
-    reply, or at the branch's start, and goes on for as many scored replies as fit.
+    A window needs ``context`` tokens before its first scored reply, from the start of a block that is no reply, or all that there are. With
+    those it goes on for as many scored replies as fit, and then back over as many tokens as fit.
 
     Args:
         whole: the pass, one span from the branch's start.
@@ -95,7 +95,7 @@ def windows(
     nexts = [b.start for b in blocks[1:]] + [end]
     fixed = [(blocks[k].start, min(nexts[k], end)) for k in kept]
     body = fixed[0][1] if kept and blocks[kept[0]].start == 0 else 0
-    starts = [b.start for b in blocks if b.role != "assistant" and b.start >= body]
+    starts = sorted({body, *(b.start for b in blocks if b.role != "assistant" and b.start >= body)})
     replies = sorted(set(reply))
     of = {r: whole.scored[np.asarray(reply) == r] for r in replies}
 
@@ -120,7 +120,7 @@ def windows(
             )
         while replies and fits(spans(start, replies[0])):
             members.append(replies.pop(0))
-            found = spans(start, members[-1])
+        found = spans(next(s for s in starts if fits(spans(s, members[-1]))), members[-1])
         out.append(PassPlan(found, whole.at, np.concatenate([of[r] for r in members])))
     return out
 

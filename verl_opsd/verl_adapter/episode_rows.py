@@ -63,8 +63,11 @@ def kept_turns(loss: LossConfig, turns: Sequence[TurnRecord]) -> set[int]:
     return {t.turn for t in turns if t.kind in loss.turn_kinds and (ranges is None or any(t.turn in r for r in ranges))}
 
 
-def training_view(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokenizer: Any) -> TeacherView:
+def training_view(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokenizer: Any, scored: bool = True) -> TeacherView:
     """The teacher's view of one branch.
+
+    Args:
+        scored: False: nobody reads the view (evaluation), so no limit binds it.
 
     Raises:
         OpsdError: the student's own first prompt holds text of the brief's answer.
@@ -81,7 +84,7 @@ def training_view(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokeni
         opsd.brief.placement,
         ChatMarkers.from_tokenizer(tokenizer),
         user_turn=opsd.brief.user_turn,
-        max_len=opsd.brief.max_view_tokens,
+        max_len=opsd.brief.max_view_tokens if scored else None,
         window_context=opsd.brief.window_context,
     )
 
@@ -150,7 +153,7 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
                 branch = without_hint(branch, hints[agent].ids(tokenizer), markers)
             prompt, response, mask, logprobs = prompt_response(branch)
             try:
-                view = training_view(opsd, branch, brief, tokenizer)
+                view = training_view(opsd, branch, brief, tokenizer, scored=pair.split == "train")
             except ViewTooLong:
                 if opsd.brief.too_long != "leave_out":
                     raise

@@ -45,6 +45,7 @@ def test_more_room_takes_more_replies_and_more_context_fewer():
         return [h[-1] for h in teacher_view(IDS, MASK, BRIEF, "system", MARKERS, max_len=max_len, window_context=context).holds]
 
     assert held(32, 3) == [(0, 29), (30, 53)]  # 31 tokens; 8 + 23
+    assert held(44, 3) == [(0, 41), (18, 53)]  # the last one has room for two exchanges before its own: 8 + 35
     assert held(32, 7) == [(0, 29), (18, 41), (30, 53)]  # the user block alone is 6 tokens, so the exchange before comes along
     with pytest.raises(ViewTooLong, match="a window of 43 tokens around the reply at 36"):
         held(31, 19)
@@ -108,6 +109,9 @@ def test_windows_of_random_conversations(seed, calls, brief, placement, user_tur
             stretch = spans[-1][0]
             header = max(s for s in starts if s <= inside[0])
             assert stretch == 0 or header - stretch >= context or len(spans) == 1
+            earlier = [s for s in starts if s < stretch and ids[s + 1] != ASSISTANT and s not in held]
+            if earlier:  # another block before it would be too many
+                assert length + stretch - max(earlier) > limit
             for t in inside:  # all between the stretch's start and the token is there
                 assert set(range(max(stretch, 0), t + 1)) <= set(held)
             offset += length

@@ -223,9 +223,15 @@ def test_hindsight_gives_rows_to_agents_with_edits_only(student, tmp_path, monke
     assert RunDir(tmp_path).left_out("e") == {}  # the same episode again: what was recorded is replaced
 
 
-def test_evaluation_rows_carry_no_brief(student, tmp_path):
+@pytest.mark.parametrize("too_long", ["refuse", "leave_out", "window"])
+def test_evaluation_rows_carry_no_brief_and_have_no_limit(student, tmp_path, monkeypatch, too_long):
+    """Nobody scores them: a limit of teachers' views neither leaves one out nor stops the evaluation."""
+    monkeypatch.setenv("OPSD_RUN_DIR", str(tmp_path))
     made, tokenizer = episode(student, "", split="eval")
-    for output in rows(config({"name": "gold_patch", "allow_answer": True}), made, tokenizer):
+    limited = {"max_view_tokens": 20, "too_long": too_long} | ({"window_context": 1} if too_long == "window" else {})
+    found = rows(config({"name": "gold_patch", "allow_answer": True} | limited), made, tokenizer)
+    assert len(found) == 2 and not (tmp_path / "evidence.jsonl").exists()
+    for output in found:
         assert output.opsd_row["opsd_view_ids"].tolist() == [*output.prompt_ids, *output.response_ids]
 
 
