@@ -8,7 +8,8 @@ import itertools
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,11 +28,13 @@ def behaviour(args: argparse.Namespace, console: Console | None = None) -> int:
     """Prints the table of the runs."""
     from verl_opsd.evaluation.behaviour.table import behaviour as measured
     from verl_opsd.evaluation.shapes import BehaviourValue
-    from verl_opsd.evaluation.sources import load_models
+    from verl_opsd.evaluation.sources import load_models, model_standings
     from verl_opsd.rundir import write_json
 
     console = console or Console()
-    found = measured(load_models(args.runs, args.split), base=args.base, teacher=args.teacher)
+    models = load_models(args.runs, args.split)
+    found = measured(models, base=args.base, teacher=args.teacher)
+    invalidated = {r.model: r.invalidated for r in model_standings(args.runs, models)}
 
     def shown(v: BehaviourValue, unit: str) -> str:
         if v.value is None:
@@ -49,8 +52,11 @@ def behaviour(args: argparse.Namespace, console: Console | None = None) -> int:
             highlight=False,
             soft_wrap=True,
         )
+        for said in invalidated[name]:
+            console.print(f"{name}: {said}", highlight=False, soft_wrap=True)
+    heads = [Column(Text(name, "strike" if invalidated[name] else "")) for name in found.models]
     for group, rows in itertools.groupby(found.metrics, key=lambda m: m.group):
-        table = Table(group, "reference", *found.models, "note")
+        table = Table(group, "reference", *heads, "note")
         for m in rows:
             notes = ["constant"] * m.constant + [f"{name} {way}" for name, way in m.drift.items()]
             cells = [shown(m.values[name], m.unit) for name in found.models]
@@ -64,5 +70,5 @@ def behaviour(args: argparse.Namespace, console: Console | None = None) -> int:
         strata.add_row(label, s.model, str(s.pairs), *(f"{r.passed}/{r.total}" for r in (s.conflicts, s.features)))
     console.print(strata)
     if args.json is not None:
-        write_json(args.json, dataclasses.asdict(found))
+        write_json(args.json, dataclasses.asdict(found) | {"invalidated": invalidated})
     return 0

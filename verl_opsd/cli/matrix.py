@@ -48,8 +48,12 @@ def teacher_matrix(args: argparse.Namespace, console: Console | None = None) -> 
                 continue
             low, high = cell.pairs.interval
             features = "" if cell.features is None else f"{cell.features.passed}/{cell.features.total}"
-            table.add_row(context, model, f"{cell.pairs.passed}/{cell.pairs.total}", f"{low:.0%} to {high:.0%}", features)
+            counts = (f"{cell.pairs.passed}/{cell.pairs.total}", f"{low:.0%} to {high:.0%}", features)
+            table.add_row(context, model, *counts, style="strike" if cell.invalidated else None)
     console.print(table)
+    for (context, model), cell in matrix.cells.items():
+        for said in cell.invalidated:
+            console.print(f"{model} with {context}: {said}", soft_wrap=True, highlight=False)
     for context in dict.fromkeys(t.context for t in matrix.tasks):
         parts = headroom(t for t in matrix.tasks if t.context == context)
         console.print(f"headroom under {context}: {', '.join(f'{n} {name}' for name, n in parts.items())}", soft_wrap=True)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.shapes import CAUSES, MERGES, WORK, Comparison, Rate, Standing
@@ -48,8 +49,11 @@ def standings(args: argparse.Namespace, console: Console | None = None) -> int:
     if args.grid:
         console.print(grid(rows))
     found = _compared(args, models, rows)
+    marked = {r.model for r in rows if r.invalidated}
     for c in found:
-        console.print(f"{c.sentence}; {c.floor_of}", soft_wrap=True, highlight=False)
+        sides = sorted({c.model, c.baseline} & marked)
+        note = f"; invalidated: {', '.join(sides)}" if sides else ""
+        console.print(f"{c.sentence}; {c.floor_of}{note}", soft_wrap=True, highlight=False)
     if args.json is not None:
         write_json(args.json, {k: [dataclasses.asdict(x) for x in v] for k, v in (("standings", rows), ("comparisons", found))})  # type: ignore[attr-defined]
     return code
@@ -57,7 +61,7 @@ def standings(args: argparse.Namespace, console: Console | None = None) -> int:
 
 def table(rows: Sequence[Standing]) -> Table:
     """Models as columns; each rate with its denominator and 95% interval."""
-    out = Table("", *(r.model for r in rows), title="standings")
+    out = Table("", *map(heading, rows), title="standings")
 
     def add(title: str, *cells: str) -> None:
         if any(cells):
@@ -71,6 +75,7 @@ def table(rows: Sequence[Standing]) -> Table:
             title, *(", ".join(f"{n} {k.replace('_', ' ')}" for k in keys if (n := getattr(r, attribute).get(k))) for r in rows)
         )
 
+    add("invalidated", *("\n".join(r.invalidated) for r in rows))
     add("planned, ran, scored", *(f"{'-' if r.planned is None else r.planned}, {r.ran}, {r.scored}" for r in rows))
     add("void (infrastructure)", *(", ".join(f"{n} {k}" for k, n in r.void.items()) or "0" for r in rows))
     for title, attribute in (
@@ -102,10 +107,15 @@ def table(rows: Sequence[Standing]) -> Table:
     return out
 
 
+def heading(row: Standing) -> Column:
+    """A model's name, struck through where it is invalidated."""
+    return Column(Text(row.model, "strike" if row.invalidated else ""))
+
+
 def grid(rows: Sequence[Standing]) -> Table:
     """One row a pair: features passed of those scored, merges, and minutes and messages a seed."""
     cells = {(r.model, c.pair): c for r in rows for c in r.grid}
-    out = Table("pair", *(r.model for r in rows), title="per task")
+    out = Table("pair", *map(heading, rows), title="per task")
     for pair in sorted({p for _, p in cells}):
         line = []
         for r in rows:

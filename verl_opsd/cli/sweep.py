@@ -38,8 +38,11 @@ def sweep(args: argparse.Namespace, console: Console | None = None) -> int:
                 f"{s.median_steps:g}" if s.median_steps is not None else "",
             ]
         )
-        table.add_row(str(job.number), *(job.swept[k] for k in keys), *cells)
+        table.add_row(str(job.number), *(job.swept[k] for k in keys), *cells, style="strike" if s and s.invalidated else None)
     console.print(table)
+    for job in found.jobs:
+        for said in job.standing.invalidated if job.standing else ():
+            console.print(f"job {job.number}: {said}", soft_wrap=True, highlight=False)
     console.print(
         f"contract: {'one for all jobs' if found.varies is None else f'{found.varies} varies, as declared'}", highlight=False
     )

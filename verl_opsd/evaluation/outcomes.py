@@ -29,12 +29,14 @@ def causes(episode: Episode) -> tuple[str, str]:
     grade = episode.grade
     assert grade is not None
     found = []
-    for agent, feature in zip(episode.agents, grade.features, strict=True):
+    agents = {a.feature_id: a for a in episode.agents}
+    for feature in grade.features:
+        agent = agents.get(feature.feature_id)  # None: one agent ran alone
         if feature.passed:
             found.append("passed")
         elif grade.merge in ("conflicts", "missing_input"):
             found.append("merge_conflict")
-        elif is_empty(agent, grade):
+        elif agent is None or is_empty(agent, grade):
             found.append("submitted_nothing")
         elif 0 < feature.tests_failed <= NEAR_MISS and feature.tests_passed > 0:
             found.append("near_miss")

@@ -302,7 +302,8 @@ def print_table(path: Path) -> None:
         table.add_row("loss positions", str(d["loss_positions"]))
         if r["kept_share_by_round"]:
             table.add_row("kept by the threshold, by round", "  ".join(f"{x:.1%}" for x in r["kept_share_by_round"]))
-        table.add_row("tokens a loss token", f"{r['tokens_per_loss_token']:.1f}")
+        if r["tokens_per_loss_token"] is not None:
+            table.add_row("tokens a loss token", f"{r['tokens_per_loss_token']:.1f}")
     table.add_row("seconds by stage", "  ".join(f"{k} {v:.1f}" for k, v in r["seconds"].items()))
     if r.get("tokens_a_second"):
         table.add_row("tokens a second", "  ".join(f"{k} {v:.0f}" for k, v in r["tokens_a_second"].items()))

@@ -96,6 +96,7 @@ class Standing:
         grid: one cell a pair, sorted by pair.
         stamps: reasons why these are not scores of the benchmark that the tasks are named after.
         episodes: ids of all episodes that ran, sorted.
+        invalidated: invalidations that reach the row, in words.
     """
 
     model: str
@@ -129,6 +130,7 @@ class Standing:
     grid: tuple[Cell, ...]
     stamps: tuple[str, ...] = ()
     episodes: tuple[str, ...] = ()
+    invalidated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,8 @@ def model_standings(specs: Sequence[str], models: Mapping[str, Sequence[Episode]
         if len(infos) > 1:  # several runs of one model
             planned = [i.planned for i in infos if i.planned is not None]
             alone = {k: v for i in infos for k, v in i.alone.items()}
-            info = replace(info, planned=sum(planned) if len(planned) == len(infos) else None, alone=alone)
+            said = tuple(dict.fromkeys(x for i in infos for x in i.invalidated))
+            info = replace(info, planned=sum(planned) if len(planned) == len(infos) else None, alone=alone, invalidated=said)
         rows.append(standing(name, episodes, info))
     return rows
 

@@ -16,6 +16,7 @@ from verl_opsd.evaluation.compare import Outcomes
 from verl_opsd.evaluation.outcomes import causes, is_empty, merge_of, patch_bytes
 from verl_opsd.evaluation.shapes import CAUSES, MERGES, WORK, Cell, Rate, Standing
 from verl_opsd.evaluation.statistics import rate
+from verl_opsd.evidence.invalidation import reach
 from verl_opsd.tokens.records import AgentOutcome, Episode
 
 UNVERIFIED = {"manifest": "unverified"}
@@ -34,9 +35,10 @@ class ModelInfo:
     planned: int | None = None
     prices: tuple[float, float] | None = None
     alone: Mapping[str, Alone] = field(default_factory=dict)
+    invalidated: tuple[str, ...] = ()
 
 
-def model_info(run: Path, episodes: Iterable[Episode]) -> ModelInfo:
+def model_info(run: Path, episodes: Sequence[Episode]) -> ModelInfo:
     """What a run directory says of its model; the default where it says nothing (``evaluation.json``, ``contract.json``, ``alone/``)."""
     path, contract = run / "evaluation.json", run / "contract.json"
     said: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
@@ -47,6 +49,7 @@ def model_info(run: Path, episodes: Iterable[Episode]) -> ModelInfo:
         serving = {k: str(values[k]) for k in keys if k in values}
     alone = {e.episode_id: found for e in episodes if (found := read_alone(run, e.episode_id)) is not None}
     return ModelInfo(
+        invalidated=reach(run, {e.model_version for e in episodes}),
         parameters=said.get("parameters"),
         active_parameters=said.get("active_parameters"),
         serving=serving or dict(UNVERIFIED),
@@ -125,6 +128,7 @@ def standing(model: str, episodes: Iterable[Episode], info: ModelInfo | None = N
         grid=_grid(episodes),
         stamps=tuple(sorted({e.near_benchmark for e in episodes if e.near_benchmark})),
         episodes=ids,
+        invalidated=info.invalidated,
     )
 
 

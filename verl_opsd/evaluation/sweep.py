@@ -100,12 +100,12 @@ def _standing(run: RunDir, overrides: dict[str, str], swept: Sequence[str]) -> S
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>sweep</title><style>
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem;color:#1c1d1f;background:#fdfdfb}table{border-collapse:collapse}
 td,th{padding:.3rem .7rem;text-align:left;border-bottom:1px solid #d8d9dc}.axis{stroke:#9aa0a6;fill:none}.band{stroke:#33518a;stroke-width:3}
-.dot{fill:#33518a}@media (prefers-color-scheme:dark){body{color:#e3e4e6;background:#16181b}td,th{border-color:#34383e}
+.dot{fill:#33518a}.invalid{text-decoration:line-through}.invalid small{display:inline-block}@media (prefers-color-scheme:dark){body{color:#e3e4e6;background:#16181b}td,th{border-color:#34383e}
 .band{stroke:#84a8e8}.dot{fill:#84a8e8}}</style>
 <h1>Sweep</h1><p>{{ sweep.path }}; contract: {{ "one" if sweep.varies is none else sweep.varies ~ " varies" }}. Rates with 95% intervals.</p>
 <table><tr><th>job</th>{% for k in keys %}<th>{{ k }}</th>{% endfor %}<th>scored</th><th>void</th><th colspan="2">features</th>
 <th colspan="2">pairs</th><th>submitted</th><th>steps</th><th>minutes a pair</th></tr>
-{% for j in sweep.jobs %}<tr><td>{{ j.number }}</td>{% for k in keys %}<td>{{ j.swept[k] }}</td>{% endfor %}
+{% for j in sweep.jobs %}<tr{% if j.standing and j.standing.invalidated %} class="invalid"{% endif %}><td>{{ j.number }}{% if j.standing %}{% for x in j.standing.invalidated %}<br><small>{{ x }}</small>{% endfor %}{% endif %}</td>{% for k in keys %}<td>{{ j.swept[k] }}</td>{% endfor %}
 {% if j.standing is none %}<td colspan="9">not evaluated</td>{% else %}{% set s = j.standing %}
 <td>{{ s.scored }} of {{ s.ran }}</td><td>{{ s.void.values() | sum }}</td>
 {% for r in (s.features, s.pairs) %}<td>{{ r.passed }}/{{ r.total }}</td><td>{{ plot(r.value, r.low, r.high, r.passed ~ " of " ~ r.total) }}</td>{% endfor %}

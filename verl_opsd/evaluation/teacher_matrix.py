@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_opsd.errors import OpsdError
+from verl_opsd.evidence.invalidation import reach
 from verl_opsd.rundir import RunDir
 from verl_opsd.teachers.worth import Matrix, parse
 from verl_opsd.tokens.store import EpisodeStore
@@ -45,7 +46,8 @@ def _measured(cell: dict[str, Any], base: Path) -> dict[str, Any]:
             "a context's numbers are those of a run with this brief in the actors' own prompts",
             "name the run that was evaluated with opsd.actor_brief.name of the context",
         )
-    grades = [e.grade for e in EpisodeStore(run.episodes).episodes() if e.split == "eval" and e.grade is not None]
-    passed = [[f.passed for f in g.features] for g in grades]
-    counts = {"pairs": [sum(map(all, passed)), len(passed)], "features": [sum(map(sum, passed)), 2 * len(passed)]}
+    graded = [e for e in EpisodeStore(run.episodes).episodes() if e.split == "eval" and e.grade is not None]
+    passed = [[f.passed for f in e.grade.features] for e in graded if e.grade is not None]
+    counts: dict[str, Any] = {"invalidated": reach(run.path, {e.model_version for e in graded})}
+    counts |= {"pairs": [sum(map(all, passed)), len(passed)], "features": [sum(map(sum, passed)), 2 * len(passed)]}
     return {**{k: v for k, v in cell.items() if k != "run"}, **counts}

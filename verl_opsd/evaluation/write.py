@@ -126,5 +126,5 @@ def _short(paths: Sequence[Path]) -> list[str]:
 def _write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text)
+    temporary.write_bytes(text.encode(errors="backslashreplace"))
     temporary.replace(path)

@@ -44,6 +44,11 @@ class Mark:
         """Whether a row of a policy version is meant; ``version=None``: a row over the whole run, which every mark reaches."""
         return self.policy_version is None or version is None or version == self.policy_version
 
+    def __str__(self) -> str:
+        """What is written beside a row that is meant."""
+        corpus = f", in its corpus {self.corpus}" if self.corpus else ""
+        return f"invalidated ({self.field}={self.value}{corpus}): {self.reason}"
+
 
 def parse_where(text: str) -> tuple[str, str]:
     """``field=value``.
@@ -77,6 +82,12 @@ def invalidate(run: Path, field: str, value: str, reason: str) -> bool:
 def marks(run: Path) -> list[Mark]:
     """The marks of a run, those of the corpus that it was trained on included: they reach every row of it."""
     return _marks(run, set())
+
+
+def reach(run: Path, versions: Iterable[int]) -> tuple[str, ...]:
+    """What is to be said beside a row over episodes of these policy versions; () where no mark of the run means one of them."""
+    acted = set(versions)
+    return tuple(str(m) for m in marks(run) if any(m.covers(v) for v in acted))
 
 
 def _marks(run: Path, seen: set[Path]) -> list[Mark]:

@@ -68,10 +68,11 @@ def difference(a: Count, b: Count) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Cell:
-    """Outcome of one model under one context."""
+    """Outcome of one model under one context. ``invalidated``: invalidations of the run that it was measured in, in words."""
 
     pairs: Count
     features: Count | None = None
+    invalidated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def worth(matrix: Matrix, context: str) -> tuple[Condition, ...]:
 
     briefed: tuple[str, Model] = (context, "teacher")
     free = matrix.answer_free.get(context)
+    marked = [f"{m} with {c}" for (c, m), cell in matrix.cells.items() if c in (context, BARE) and cell.invalidated]
     return (
         beats("briefed teacher beats the bare teacher beyond the noise", briefed, (BARE, "teacher"), matrix.noise),
         beats("briefed teacher beats the base beyond the noise", briefed, (BARE, "student"), matrix.noise),
@@ -149,6 +151,7 @@ def worth(matrix: Matrix, context: str) -> tuple[Condition, ...]:
             free is True,
             "not audited" if free is None else "audited" if free else "audited, it leaks",
         ),
+        *([Condition("what it stands on is valid", False, f"invalidated: {', '.join(marked)}")] if marked else []),
     )
 
 
@@ -187,7 +190,7 @@ def parse(values: Mapping[str, Any]) -> Matrix:
     """A matrix from plain values, the format of ``opsd teacher-matrix``.
 
     Args:
-        values: ``cells`` (context, model, pairs [passed, total], features likewise or null), ``answer_free`` by context, ``tasks``
+        values: ``cells`` (context, model, pairs [passed, total], features likewise or null, invalidated: reasons), ``answer_free`` by context, ``tasks``
             (task, context, base, student, teacher), and ``noise``, or ``reruns`` ([passed, total] of the same weights again and
             again), from which it is taken. All but cells may be left out.
 
@@ -209,12 +212,12 @@ def parse(values: Mapping[str, Any]) -> Matrix:
             if (
                 key in cells
                 or key[1] not in ("student", "teacher")
-                or not c.keys() <= {"context", "model", "pairs", "features"}
+                or not c.keys() <= {"context", "model", "pairs", "features", "invalidated"}
             ):
                 raise OpsdError(
                     f"cell {c}", "context, model student or teacher, pairs, features; each cell once", "correct the file"
                 )
-            cells[key] = Cell(Count(*c["pairs"]), features)
+            cells[key] = Cell(Count(*c["pairs"]), features, tuple(c.get("invalidated", ())))
         tasks = tuple(TaskOutcome(**t) for t in values.get("tasks", ()))
         noise = noise_of(Count(*c) for c in values["reruns"]) if "reruns" in values else values.get("noise", NOISE)
     except (KeyError, TypeError) as e:

@@ -77,6 +77,11 @@ def test_causes_take_the_first_that_holds():
         "wrong_code",
     )  # nothing passed: no near miss
     assert causes(ep(1, merge="missing_input", passed=(True, False))) == ("passed", "merge_conflict")
+    alone = ep(
+        1, patches=(P, P), tests=((0, 1), (0, 1))
+    )  # an agent that never ran handed in nothing, wherever the other stands
+    assert causes(dataclasses.replace(alone, agents=alone.agents[1:])) == ("submitted_nothing", "wrong_code")
+    assert causes(dataclasses.replace(alone, agents=alone.agents[::-1])) == ("wrong_code", "wrong_code")
 
 
 @pytest.mark.parametrize("clean,identical,conflicts", [(7, 1, 1), (4, 0, 6), (9, 0, 1), (2, 7, 1)])

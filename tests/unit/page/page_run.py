@@ -56,10 +56,12 @@ def make_run(
     seed: int = 0,
     skill: float = 0.4,
     record: bool = True,
+    thought: str = "",
+    odd_bytes: bool = False,
     opsd: dict[str, Any] | None = None,
 ) -> RunDir:
     """A run of ``rounds`` rounds with ``episodes`` training pairs each, and ``evaluated`` pairs before and after. ``skill``: chance that a
-    feature passes after training."""
+    feature passes after training. ``thought``: said at every turn. ``odd_bytes``: patches with bytes that are no text."""
     rng, run = random.Random(seed), RunDir(folder)
     student = folder.parent / "student"
     if not student.is_dir():
@@ -79,6 +81,9 @@ def make_run(
     pairs = {s: load_subset(f"pocket_{s}", POCKET_DIR, split=s) for s in ("train", "eval")}
 
     def keep(e: Episode) -> Episode:
+        if odd_bytes:
+            odd = b"+\xff\xc3\n".decode("utf-8", "surrogateescape")
+            e = dataclasses.replace(e, agents=tuple(dataclasses.replace(a, patch=a.patch + odd) for a in e.agents))
         if record:
             run.store_episode(store, e)
         else:
@@ -90,12 +95,30 @@ def make_run(
             chance = skill if version else 0.25
             keep(
                 _episode(
-                    f"eval-{version:05d}-{i:05d}-0", pairs["eval"][i % len(pairs["eval"])], "eval", version, chance, turns, rng
+                    f"eval-{version:05d}-{i:05d}-0",
+                    pairs["eval"][i % len(pairs["eval"])],
+                    "eval",
+                    version,
+                    chance,
+                    turns,
+                    rng,
+                    thought,
                 )
             )
     for r in range(1, rounds + 1):
         made = [
-            keep(_episode(f"train-{r:05d}-{i:05d}-0", pairs["train"][i % len(pairs["train"])], "train", r - 1, 0.3, turns, rng))
+            keep(
+                _episode(
+                    f"train-{r:05d}-{i:05d}-0",
+                    pairs["train"][i % len(pairs["train"])],
+                    "train",
+                    r - 1,
+                    0.3,
+                    turns,
+                    rng,
+                    thought,
+                )
+            )
             for i in range(episodes)
         ]
         _telemetry(run, r, [e for e in made if e.scored], rng)
@@ -110,11 +133,13 @@ def make_run(
     return run
 
 
-def _episode(name: str, pair: Any, split: str, version: int, chance: float, turns: int, rng: random.Random) -> Episode:
+def _episode(
+    name: str, pair: Any, split: str, version: int, chance: float, turns: int, rng: random.Random, thought: str
+) -> Episode:
     fault = rng.random() < 0.06
     messages, records = {}, []
     for agent, peer in (("agent1", "agent2"), ("agent2", "agent1")):
-        messages[agent], found = _talk(name, agent, peer, pair, version, turns, rng)
+        messages[agent], found = _talk(name, agent, peer, pair, version, turns, rng, thought)
         records += found
     passed = [rng.random() < chance for _ in pair.features]
     merge = rng.choices(["clean", "conflicts", "identical"], [7, 2, 1])[0]
@@ -148,7 +173,7 @@ def _episode(name: str, pair: Any, split: str, version: int, chance: float, turn
 
 
 def _talk(
-    name: str, agent: str, peer: str, pair: Any, version: int, turns: int, rng: random.Random
+    name: str, agent: str, peer: str, pair: Any, version: int, turns: int, rng: random.Random, thought: str
 ) -> tuple[list[dict[str, Any]], list[TurnRecord]]:
     task = pair.feature_text(pair.features[0 if agent == "agent1" else 1])
     messages: list[dict[str, Any]] = [
@@ -165,10 +190,12 @@ def _talk(
             command, output = f"send_message {peer} <<'MSG'\n{rng.choice(MESSAGES)}\nMSG", f"Message sent to {peer}"
         if turn == turns - 1:
             command, output = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", ""
-        thought = f"Step {turn}: I look at the ledger, then write my part ({rng.choice('abcdefgh')}{rng.randint(0, 999)})."
+        words = (
+            f"{thought}Step {turn}: I look at the ledger, then write my part ({rng.choice('abcdefgh')}{rng.randint(0, 999)})."
+        )
         arguments = json.dumps({"command": command})
         reply = (
-            f'<think>\n{thought}\n</think>\n\n<tool_call>\n{{"name": "bash", "arguments": {arguments}}}\n</tool_call><|im_end|>'
+            f'<think>\n{words}\n</think>\n\n<tool_call>\n{{"name": "bash", "arguments": {arguments}}}\n</tool_call><|im_end|>'
         )
         said = _ids(reply)
         clock += rng.uniform(2, 9)
@@ -186,7 +213,7 @@ def _talk(
             {
                 "role": "assistant",
                 "content": "",
-                "reasoning_content": thought,
+                "reasoning_content": words,
                 "tool_calls": [call],
                 "extra": {"turn": turn, "timestamp": clock, "actions": [action]},
             }

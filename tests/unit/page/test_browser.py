@@ -6,17 +6,13 @@ import asyncio
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from browser import Browser, browse, chromium
 from page_run import make_run
 
-from verl_opsd.evaluation.page.episodes import Options
-from verl_opsd.evaluation.page.gather import gather, read_episodes, read_meta
-from verl_opsd.evaluation.page.measure import measure
-from verl_opsd.evaluation.page.render import render
-from verl_opsd.evaluation.report import build_report
+from verl_opsd.evaluation.page.gather import read_meta
 from verl_opsd.evaluation.write import write_report
-from verl_opsd.rundir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(chromium() is None, reason="no chromium here: apt-get install chromium")]
 
@@ -112,6 +108,26 @@ def test_everything_by_keyboard(page, tmp_path):
     in_browser(tmp_path, work)
 
 
+def test_hostile_text_is_text(tmp_path):
+    """Scripts and markup in messages, characters beyond 16 bits under colours, bytes that are no text, a divergence that is not known."""
+    hostile = "</script><script>hacked=1</script><img src=x onerror='hacked=1'> {{7*7}} 🎉🎉🎉 \u202e end"
+    run = make_run(tmp_path / "a", rounds=1, episodes=1, evaluated=1, turns=3, thought=hostile, odd_bytes=True)
+    values = dict(np.load(path := run.path / "telemetry" / "00001.npz"))
+    values["divergence"][::2] = np.nan
+    np.savez(path, **values)
+    write_report(run, read_meta(run)[1])
+
+    async def work(b: Browser) -> None:
+        await b.open(f"file://{run.path}/report.html#episode=train-00001-00000-0")
+        await b.value("new Promise((r) => setTimeout(r, 500))")
+        text = await b.value("document.querySelector('dialog .assistant pre').textContent")
+        assert hostile in text and text.endswith("<|im_end|>")  # cut by characters of another length, the end was lost
+        assert "of unknown divergence" in await b.value("document.querySelector('dialog').textContent")
+        assert await b.value("typeof hacked") == "undefined"
+
+    in_browser(tmp_path / "profile", work)
+
+
 def test_a_number_s_episodes_are_those_of_its_bitmap(page, tmp_path):
     """The script's decoding of a link against the table's own column."""
 
@@ -127,27 +143,21 @@ def test_a_number_s_episodes_are_those_of_its_bitmap(page, tmp_path):
 
 
 def test_a_thousand_episodes(tmp_path):
-    """Rendered in 10 s of processor time, at most 20 MB, open in 2 s; and an episode opens at once."""
+    """The report in 10 s of processor time, at most 20 MB, open in 2 s; and an episode opens at once."""
     run = make_run(tmp_path / "a", rounds=10, episodes=80, evaluated=100, turns=12)
-    opsd = read_meta(run)[1]
-    episodes = read_episodes(run)
-    data = gather(RunDir(run.path), "a", build_report(run, opsd, episodes), episodes)
     started = time.process_time()
-    text = render(measure([data]), Options())
+    write_report(run, read_meta(run)[1])
     seconds = time.process_time() - started
-    (run.path / "report.html").write_text(text)
+    page = run.path / "report.html"
     opened: list[float] = []
 
     async def work(b: Browser) -> None:
         for _ in range(3):
-            opened.append(await b.open(f"file://{run.path}/report.html"))
+            opened.append(await b.open(f"file://{page}"))
         started = time.monotonic()
         await b.value("document.querySelector('#rows button').click()")
         while not await b.value("document.querySelectorAll('dialog[open] .m').length"):
             assert time.monotonic() < started + 5
 
     in_browser(tmp_path / "profile", work)
-    print(
-        f"1,000 episodes: {seconds:.1f} s of processor time, {len(text.encode()) / 1e6:.1f} MB, opened in {min(opened):.2f} s"
-    )
-    assert len(data.episodes) == 1000 and seconds < 10 and len(text.encode()) < 20e6 and min(opened) < 2
+    assert seconds < 10 and page.stat().st_size < 20e6 and min(opened) < 2

@@ -20,7 +20,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.behaviour.definitions import DEFINITIONS
 from verl_opsd.evaluation.numbers import denominator
 from verl_opsd.evaluation.page import plots
-from verl_opsd.evaluation.page.conversations import Decoder, blocks, conversation, quantise
+from verl_opsd.evaluation.page.conversations import Decoder, _units, blocks, conversation, quantise
 from verl_opsd.evaluation.page.kl_join import join
 from verl_opsd.evaluation.page.redact import Secrets, redacted, secrets_of, spans
 from verl_opsd.evaluation.shapes import BehaviourMetric
@@ -144,6 +144,21 @@ def test_quantised_divergences_are_within_five_percent():
     d = np.concatenate([[0.0], np.logspace(-6, 1, 400)])
     back = 1e-6 * (2 ** (np.array(quantise(d)) / 8) - 1)
     assert quantise(d)[0] == 0 and np.all(np.abs(back - d) <= 0.05 * d + 5e-8)
+
+
+def test_what_is_not_known_and_what_is_no_number_have_codes():
+    assert quantise(np.array([np.nan, np.inf, -1e-9, 1e30, 0.0])) == [-1, 319, 0, 319, 0]
+
+
+@given(st.text(st.characters(exclude_categories=()), max_size=40))
+def test_lengths_are_those_of_javascript(text):
+    assert _units(text) == sum(1 + (ord(c) > 0xFFFF) for c in text)
+
+
+def test_a_patch_of_other_bytes_is_packed():
+    text = b"+x = '\xff\xc3'\n".decode("utf-8", "surrogateescape")
+    _, (block,) = blocks([{"agents": [{"items": [], "patch": text}]}])
+    assert unpack(block)["agents"][0]["patch"] == text
 
 
 @pytest.mark.parametrize("text", ["plain text", "grüße, 你好 🎉 end", "<think>\na\n</think>", ""])

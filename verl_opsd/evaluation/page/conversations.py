@@ -3,7 +3,7 @@
 Blocks are JSON, compressed with zlib and written as base64 into the page, where they are read when somebody opens an episode. Texts
 that several episodes share (system prompts, task texts) stand once, in a common block.
 
-A divergence d is stored as the integer ``q = round(8 log2(1 + d / 1e-6))``: within 5% of d, 0 for 0.
+A divergence d is stored as the integer ``q = round(8 log2(1 + d / 1e-6))``: within 5% of d, 0 for 0; -1 where it is not known (NaN).
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ NO_SECRETS = Secrets(frozenset(), frozenset())
 
 def quantise(divergence_N: NDArray[Any]) -> list[int]:
     """The integers of the module's docstring."""
-    codes_N: list[int] = np.rint(8 * np.log2(1 + np.maximum(divergence_N, 0) / 1e-6)).astype(np.int64).tolist()
-    return codes_N
+    code_N = np.rint(8 * np.log2(1 + np.clip(divergence_N, 0, 1e6) / 1e-6))
+    codes: list[int] = np.where(np.isnan(code_N), -1, code_N).astype(np.int64).tolist()
+    return codes
 
 
 class Decoder:
@@ -133,7 +134,9 @@ def blocks(conversations: Iterable[Mapping[str, Any]]) -> tuple[str, list[str]]:
 
 
 def _pack(value: Any) -> str:
-    return base64.b64encode(zlib.compress(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(), 6)).decode()
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    # Bytes of a patch that are no UTF-8 are lone surrogates in it: they become escapes, which JSON reads back.
+    return base64.b64encode(zlib.compress(text.encode(errors="backslashreplace"), 6)).decode()
 
 
 def _by_turn(turns: Iterable[TurnRecord], divergences: Mapping[RowKey, NDArray[np.float32]]) -> dict[int, NDArray[np.float32]]:
@@ -210,8 +213,13 @@ def _item(
         whole = "".join(pieces)
     item["t"] = whole
     if codes is not None:
-        item |= {"c": [len(p) for p in pieces], "k": codes}
+        item |= {"c": [_units(p) for p in pieces], "k": codes}
     return item
+
+
+def _units(text: str) -> int:
+    """Length as JavaScript counts it: in code units of UTF-16."""
+    return len(text) if text.isascii() else len(text.encode("utf-16-le", "surrogatepass")) // 2
 
 
 def _without(pieces: list[str], codes: list[int] | None, hidden: list[tuple[int, int]]) -> tuple[list[str], list[int] | None]:

@@ -124,7 +124,9 @@ def index(
             }
         )
     every = [v for r in runs for v in r.divergences.values()]
-    full = float(np.quantile(np.concatenate(every), 0.99)) if every else 0.0
+    known = np.concatenate(every or [np.zeros(0)])
+    known = known[np.isfinite(known)]
+    full = float(np.quantile(known, 0.99)) if len(known) else 0.0
     left = [True, False, True, True, False, True, False, False, False]
     return _json({"rows": rows, "left": left, "full": full if full > 0 else 1e-6})
 

@@ -37,6 +37,10 @@ class Page:
     judged: Mapping[str, Mapping[str, Sequence[Judged]]]
 
 
+#: Behind a model's name in every table, plot and comparison, where an invalidation reaches it.
+MARKED = " (invalidated)"
+
+
 def models_of(runs: Sequence[RunData]) -> list[Model]:
     """The models that the tables compare: of one run its training episodes and every version that was evaluated; of several, the last
     evaluated version of each (its training episodes where none was)."""
@@ -62,7 +66,14 @@ def models_of(runs: Sequence[RunData]) -> list[Model]:
                 ("eval" if v == versions[-1] else f"eval@{v}", f"evaluation, version {v}", v, by_version[v]) for v in versions
             ]
         out += [
-            Model(key, label, r, "train" if version is None else "eval", version, episodes)
+            Model(
+                key,
+                label + MARKED * any(m.covers(version) for m in r.marks),
+                r,
+                "train" if version is None else "eval",
+                version,
+                episodes,
+            )
             for key, label, version, episodes in chosen
         ]
     return out

@@ -54,7 +54,7 @@
   });
 
   // ---- one episode: two conversations
-  const value = (q) => 1e-6 * (2 ** (q / 8) - 1);
+  const value = (q) => q < 0 ? 0 : 1e-6 * (2 ** (q / 8) - 1);
   const digits = (x) => (x >= 0.001 ? x.toPrecision(3) : x.toExponential(1));
   const tokens = (item, text) => {
     const pre = el("pre");
@@ -77,8 +77,9 @@
     if (item.kind) about.push(item.kind === "malformed" ? "no valid tool call" : item.kind);
     if (item.s !== undefined) about.push(`${item.s} s`);
     if (item.k) {
-      const values = item.k.map(value), sum = values.reduce((a, b) => a + b, 0);
-      about.push(`${values.length} tokens, mean ${digits(sum / Math.max(1, values.length))}, max ${digits(Math.max(0, ...values))} nats`);
+      const known = item.k.filter((q) => q >= 0).map(value), sum = known.reduce((a, b) => a + b, 0);
+      about.push(`${item.k.length} tokens, mean ${digits(sum / Math.max(1, known.length))}, max ${digits(known.reduce((a, b) => Math.max(a, b), 0))} nats`);
+      if (known.length < item.k.length) about.push(`${item.k.length - known.length} of unknown divergence`);
     }
     const who = about.join(" · ");
     const body = item.k ? tokens(item, text) : el("pre", {}, text);

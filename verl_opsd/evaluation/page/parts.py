@@ -140,7 +140,7 @@ def standing_of(model: Model) -> tuple[str, list[str]]:
     """Kind of a row over a model's episodes (``invalid`` where it was invalidated) and what is to be said under its name."""
     ids = [e.episode_id for e in model.episodes]
     found = [m for m in model.run.marks if m.covers(model.version)]
-    notes = [f"invalidated ({m.field}={m.value}{f', in its corpus {m.corpus}' if m.corpus else ''}): {m.reason}" for m in found]
+    notes = list(map(str, found))
     if lost := gone(model.run, model.split, model.version):
         notes.append(f"unverifiable: {len(lost)} graded episodes are gone, and in no number here")
     states: list[str] = [model.run.states.get(e, ("unrecorded", ""))[0] for e in ids]

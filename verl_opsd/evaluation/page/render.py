@@ -39,7 +39,8 @@ def render(page: Page, options: Options) -> str:
 
     if table is not None:
         section(
-            "Standings", results.standings(models, found, numbering, linker) + results.comparisons(page.compared, numbering)
+            "Standings",
+            results.standings(models, found, numbering, linker) + results.comparisons(page.compared, models, numbering),
         )
         section("Tasks", results.grid(models, found, numbering, linker))
         section("Distillation", training.training(runs, models, found, table, numbering))
@@ -68,7 +69,7 @@ def render(page: Page, options: Options) -> str:
     environment = Environment(loader=FunctionLoader(_source), autoescape=True, trim_blocks=True, lstrip_blocks=False)
     template = environment.get_template("page.html.jinja")
     empty = template.render(**context, index="", episodes_text="", blocks=[])
-    common, kept, left = packed(talks, options.budget - len(empty.encode()) - 600 * len(episodes))
+    common, kept, left = packed(talks, options.budget - len(empty.encode(errors="backslashreplace")) - 600 * len(episodes))
     rows = index(episodes, {i: n for n, i in enumerate(kept)}, why_not, runs)
     words = f"{len(episodes)} episodes. An episode opens as the two agents' conversations side by side, tokens coloured by their divergence where they were trained on."
     if left:

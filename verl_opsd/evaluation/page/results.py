@@ -125,8 +125,9 @@ def _count(x: float | None) -> str:
     return "-" if x is None else f"{x:,.0f}" if abs(x) >= 100 else plots.number(x)
 
 
-def comparisons(found: Sequence[Comparison], numbering: Numbering) -> list[Part]:
-    """Paired comparisons against the baseline."""
+def comparisons(found: Sequence[Comparison], models: Sequence[Model], numbering: Numbering) -> list[Part]:
+    """Paired comparisons against the baseline; struck through where one of the two is invalidated."""
+    marked = {m.label for m in models if standing_of(m)[0]}
     if not found:
         return []
     heads = head(
@@ -155,6 +156,7 @@ def comparisons(found: Sequence[Comparison], numbering: Numbering) -> list[Part]
             cell(f"{c.p_adjusted:.2g}", tip=c.correction),
             cell("none" if c.smallest is None else f"{100 * c.smallest:.0f}"),
             cell(c.verdict, tone={"better": "pass", "worse": "fail"}.get(c.verdict, "muted")),
+            kind="invalid" if c.model in marked or c.baseline in marked else "",
         )
         for c in found
     ]
