@@ -124,7 +124,7 @@ def index(
             }
         )
     every = [v for r in runs for v in r.divergences.values()]
-    known = np.concatenate(every or [np.zeros(0)])
+    known = np.concatenate(every or [np.zeros(0, np.float32)])
     known = known[np.isfinite(known)]
     full = float(np.quantile(known, 0.99)) if len(known) else 0.0
     left = [True, False, True, True, False, True, False, False, False]
