@@ -88,6 +88,8 @@ def needs(
     ]
     if served:
         split = rollout.tensor_model_parallel_size
+        state = 4.0 * student.kinds.count("linear_attention") * student.linear_value_heads
+        state *= student.linear_key_dim * student.linear_value_dim
         out += [
             Need(
                 "a student rank while its rollout server is awake",
@@ -97,9 +99,13 @@ def needs(
             ),
             Need(
                 f"a rollout server with one conversation of {tokens} tokens",
-                {"weights": BF16 * student.parameters / split, "keys and values": tokens * student.carried_bytes() / split},
+                {
+                    "weights": BF16 * student.parameters / split,
+                    "keys and values": tokens * student.carried_bytes() / split,
+                    "recurrent states": rollout.max_num_seqs * state / split,
+                },
                 served["rollout server"],
-                "a higher rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size",
+                "a higher rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size, or a lower rollout.max_num_seqs",
             ),
         ]
     for name, its in models_of(opsd).items():

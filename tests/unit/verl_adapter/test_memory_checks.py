@@ -52,6 +52,9 @@ def test_the_production_recipe_fits_its_devices(planned: Any) -> None:
     trained = 16 * STUDENT.lora_parameters(32)
     assert found["student"].parts["weights"] == pytest.approx((2 * STUDENT.parameters + trained) / 4)
     assert found["server"].room == pytest.approx(0.4 * H100)
+    assert (
+        found["server"].parts["recurrent states"] == 32 * 24 * 32 * 128 * 128 * 4
+    )  # sequences, layers, heads, key, value, bytes
 
 
 @pytest.mark.parametrize("gb", [40, 60, 70, 85, 150])
@@ -74,6 +77,7 @@ def test_what_the_planner_refuses_is_refused(planned: Any, gb: int, context: int
         (("actor_rollout_ref.model.lora_rank=0", "opsd.teacher.devices=6"), "student"),
         (("actor_rollout_ref.rollout.gpu_memory_utilization=0.95",), "awake"),
         (("actor_rollout_ref.rollout.gpu_memory_utilization=0.2",), "server"),
+        (("actor_rollout_ref.rollout.max_num_seqs=1024",), "server"),
         (("opsd.teacher.dtype=float32",), "teacher"),
     ],
 )
