@@ -58,8 +58,6 @@ from verl_opsd.verl_adapter.worker import OpsdWorker
 
 #: Per-position values that the engine reports; saved as telemetry, never averaged by verl.
 TELEMETRY = "opsd/"
-#: Seconds in which Ray learns that a process has died, after another one has seen it.
-DEATH_S = 10.0
 
 
 def loss_of(opsd: OpsdConfig, lora: bool, clip: PpoClip) -> OpsdLoss:
@@ -170,6 +168,10 @@ class OpsdTrainer(PPOTrainerSync):
             "student rank",
             "the weights are spread over all ranks, and the others would wait for it; nothing of this round is trained on",
         )
+        with self.ranks.naming(lambda: " while the run started"):
+            self._start_up()
+
+    def _start_up(self) -> None:
         self._resume()
         if models_of(self.opsd):
             pools = self.resource_pool_manager.resource_pool_dict
@@ -210,7 +212,7 @@ class OpsdTrainer(PPOTrainerSync):
         )
         with self.run_dir.stage(0, "start", started=self.run_dir.started()):
             pass  # it ends here: workers run, models are loaded, start-up checks have passed
-        with self._naming_deaths():
+        with self.ranks.naming(lambda: f" in round {self.global_steps}"):
             super().fit(agent_loop_manager)
         if self.config.trainer.save_freq <= 0 and not self.config.trainer.val_only:
             self._export_adapter(self.total_training_steps)
@@ -262,17 +264,6 @@ class OpsdTrainer(PPOTrainerSync):
                 canary.check(self.run_dir, self.global_steps - every + 1, self.global_steps, limits)
         self._collecting = False
         self._finish_stage("collect")
-
-    @contextmanager
-    def _naming_deaths(self) -> Iterator[None]:
-        """A rank that died, as one error: where another rank's broken exchange was reported first, too."""
-        try:
-            yield
-        except OpsdError:
-            raise
-        except Exception:
-            self.ranks.require_alive(f" in round {self.global_steps}", wait_s=DEATH_S)
-            raise
 
     @contextmanager
     def _naming_faults(self, split: str) -> Iterator[None]:

@@ -4,7 +4,8 @@ of an update shows itself as another rank's broken exchange, or not at all."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -16,6 +17,10 @@ WAY_OUT = (
     "read the output above and the memory of the host and its devices; start again with the same hydra.run.dir to go on from the last "
     "checkpoint: stored episodes are kept, the round is run again"
 )
+
+
+#: Seconds in which Ray learns that a process has died, after another one has seen it.
+DEATH_S = 10.0
 
 
 class ActorWatch:
@@ -55,3 +60,21 @@ class ActorWatch:
             if time.monotonic() >= until:
                 return
             time.sleep(0.2)
+
+    @contextmanager
+    def naming(self, doing: Callable[[], str], wait_s: float = DEATH_S) -> Iterator[None]:
+        """An error of the body that a death has caused, as the death: where another actor's broken exchange was reported first, too.
+
+        Args:
+            doing, wait_s: as in :meth:`require_alive`.
+
+        Raises:
+            OpsdError: an actor has died; errors of this kind from the body, and those without a death, come as they are.
+        """
+        try:
+            yield
+        except OpsdError:
+            raise
+        except Exception:
+            self.require_alive(doing(), wait_s)
+            raise

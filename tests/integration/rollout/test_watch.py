@@ -46,6 +46,19 @@ def test_death_is_found_and_being_busy_is_not():
     assert "rule: its episodes are lost" in str(caught.value) and "way out: read the output above" in str(caught.value)
 
 
+def test_an_error_that_a_death_has_caused_is_told_as_the_death():
+    actors = [Actor.remote() for _ in range(2)]
+    pids = ray.get([a.pid.remote() for a in actors])
+    watch = ActorWatch(actors, "student rank", "the others would wait for it")
+    with pytest.raises(ConnectionError, match="broken"), watch.naming(lambda: " in round 1", wait_s=0.5):
+        raise ConnectionError("broken pipe")  # and nobody has died
+    with pytest.raises(OpsdError, match="student rank 1 has died in round 2"), watch.naming(lambda: " in round 2", wait_s=30):
+        os.kill(pids[1], signal.SIGKILL)
+        raise ConnectionError("Connection closed by peer")
+    with pytest.raises(OpsdError, match="another"), watch.naming(lambda: " in round 2"):
+        raise OpsdError("another", "rule", "way out")
+
+
 def test_a_call_that_waits_for_all_ends_with_the_first_death():
     """Ranks that wait for a dead one in an exchange may wait for long: the driver does not wait for them."""
     actors = [Actor.remote() for _ in range(2)]
