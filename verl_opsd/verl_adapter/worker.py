@@ -183,9 +183,11 @@ class OpsdWorker(ActorRolloutRefWorker):
 
         Returns:
             float32 jagged fields ``value_divergence`` (nats), ``value_agree``, ... (``step.TOKEN_VALUES``), one entry for each
-            loss position of each row, rows in the order of ``data``.
+            loss position of each row, rows in the order of ``data``; without rows on ranks that are not asked for theirs, where verl's bridge
+            to its queue would fail on any.
         """
-        return self.actor.control(data)
+        out = self.actor.control(data)
+        return out if self.query_collect_info("actor") else TensorDict({}, batch_size=())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def opsd_add_teacher(self, voice: Voice, weight_VH: Tensor | None) -> None:

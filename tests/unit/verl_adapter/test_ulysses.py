@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from verl_opsd.distill.head import HeadTask
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter.ulysses import is_right, local_task, ulysses_sdpa
+from verl_opsd.verl_adapter.worker import OpsdWorker
 
 MODULE = SimpleNamespace(training=False)
 
@@ -65,3 +67,15 @@ def test_a_rank_gets_the_positions_of_its_slice() -> None:
     assert part.behaviour_logprob_N.tolist() == [-2, -3] and part.teacher_weight_VH is task.teacher_weight_VH
     parts = [local_task(task, start, 7)[0].index_N.numel() for start in (0, 7)]
     assert sum(parts) == 5  # every position on one rank
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_only_one_rank_of_a_sequence_gives_rows(asked: bool) -> None:
+    """verl's bridge to its queue takes rows of ranks that it collects from, and fails on others'."""
+    rows = TensorDict({"value_divergence": torch.zeros(2, 3)}, batch_size=2)
+    meshes: list[str] = []
+    worker = SimpleNamespace(
+        actor=SimpleNamespace(control=lambda data: rows), query_collect_info=lambda m: meshes.append(m) or asked
+    )
+    out = OpsdWorker.opsd_control(worker, TensorDict({}, batch_size=2))
+    assert out.batch_size == ((2,) if asked else ()) and meshes == ["actor"]
