@@ -143,3 +143,15 @@ def tokens_a_second(stages: Sequence[Mapping[str, Any]], epochs: int) -> dict[st
             tokens["train"] += s["outputs"]["student_tokens"] * epochs
             tokens["score"] += s["outputs"]["view_tokens"]
     return {name: n / seconds[name] for name, n in tokens.items() if n and seconds[name] > 0}
+
+
+def device_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of the lines that a report's ``tokens_a_second`` and ``devices`` make; none where nothing was measured."""
+    rows = []
+    if rates := report.get("tokens_a_second"):
+        rows.append(("tokens a second", "  ".join(f"{k} {v:.0f}" for k, v in rates.items())))
+    if devices := report.get("devices"):
+        for stage, row in devices["idle"].items():
+            rows.append((f"idle while {stage}", "  ".join(f"{k} {v:.0%}" for k, v in row.items())))
+        rows.append(("peak memory (GB)", "  ".join(f"{k} {v / 1e9:.2f}" for k, v in devices["peak_bytes"].items())))
+    return rows

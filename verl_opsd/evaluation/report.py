@@ -24,7 +24,7 @@ from verl_opsd.evaluation.spent import spent, spent_rows
 from verl_opsd.evaluation.statistics import wilson
 from verl_opsd.evidence.chain import lines
 from verl_opsd.evidence.predictions import JUDGED
-from verl_opsd.metering import devices_of, tokens_a_second
+from verl_opsd.metering import device_rows, devices_of, tokens_a_second
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.branches import build_trajectories, statistics
 from verl_opsd.tokens.records import TOKEN_CLASSES, Episode
@@ -305,12 +305,8 @@ def print_table(path: Path) -> None:
         if r["tokens_per_loss_token"] is not None:
             table.add_row("tokens a loss token", f"{r['tokens_per_loss_token']:.1f}")
     table.add_row("seconds by stage", "  ".join(f"{k} {v:.1f}" for k, v in r["seconds"].items()))
-    if r.get("tokens_a_second"):
-        table.add_row("tokens a second", "  ".join(f"{k} {v:.0f}" for k, v in r["tokens_a_second"].items()))
-    if devices := r.get("devices"):
-        idle = {k: sorted(row.values()) for k, row in devices["idle"].items()}
-        table.add_row("idle devices by stage", "  ".join(f"{k} {v[0]:.0%} to {v[-1]:.0%}" for k, v in idle.items()))
-        table.add_row("peak memory (GB)", "  ".join(f"{k} {v / 1e9:.2f}" for k, v in devices["peak_bytes"].items()))
+    for name, value in device_rows(r):
+        table.add_row(name, value)
     if costs := [f"{name}: {words}" for name, words in spent_rows(r.get("spent", {}))]:
         table.add_row("what episodes took", "\n".join(costs))
     table.add_row("gates", f"{r['gates']['passed']} passed, {len(r['gates']['failed'])} failed")

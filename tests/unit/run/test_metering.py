@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from verl_opsd.metering import Meter, Sample, Stages, devices_of, of_processor, tokens_a_second
+from verl_opsd.metering import Meter, Sample, Stages, device_rows, devices_of, of_processor, tokens_a_second
 
 
 def test_samples_belong_to_the_stage_in_which_they_were_taken() -> None:
@@ -61,6 +61,19 @@ def test_tokens_a_second_count_every_epoch_of_training_and_one_pass_of_scoring()
     assert tokens_a_second(RUN, epochs=3) == {"train": 3 * 400 / 20, "score": 500 / 10}
     without = [s for s in RUN if s["stage"] != "score"]  # rows were scored while episodes were played
     assert tokens_a_second(without, epochs=1) == {"train": 400 / 20}
+
+
+def test_what_was_measured_is_shown_for_each_device_and_stage() -> None:
+    report = {"tokens_a_second": tokens_a_second(RUN, 1), "devices": devices_of(RUN)}
+    assert device_rows(report) == [
+        ("tokens a second", "train 20  score 50"),
+        ("idle while collect", "student 0 90%  student 1 70%"),
+        ("idle while train", "student 0 30%  student 1 50%"),
+        ("peak memory (GB)", "student 0 0.00  student 1 0.00"),
+    ]
+    assert (
+        device_rows({"tokens_a_second": {}, "devices": {}}) == device_rows({}) == []
+    )  # of an earlier version, or nothing measured
 
 
 def test_a_process_that_works_is_busy_and_one_that_sleeps_is_not() -> None:

@@ -18,6 +18,7 @@ from verl_opsd.evidence.copies import COPIED, warning
 from verl_opsd.evidence.graded import EPISODE
 from verl_opsd.evidence.invalidation import INVALIDATED
 from verl_opsd.evidence.predictions import JUDGED, PREDICTED, Judged, Number
+from verl_opsd.metering import device_rows
 
 #: Lines of the log that are no gate.
 _OTHER = (EPISODE, PREDICTED, "claim", COPIED, INVALIDATED)
@@ -230,6 +231,7 @@ def provenance(runs: Sequence[RunData], numbering: Numbering) -> list[Part]:
             ("contract", r.contract.hash),
             ("seconds by stage", ", ".join(f"{k} {v:.0f}" for k, v in (r.report.get("seconds") or {}).items())),
             *((f"episodes: {name}", words) for name, words in spent_rows(r.report.get("spent") or {})),
+            *device_rows(r.report),
         ]
         out.append(
             numbering.table(
