@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
 ROOT = Path(__file__).parents[3]
 #: Asks a cluster, from a process of its own: its free resources equal all of them, and no actor is alive.
@@ -40,7 +41,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = Path("/tmp", f"opsd-test-ray-{os.getpid()}")  # short: Ray's sockets have long names
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}", "--num-cpus=32"]
     command += ["--num-gpus=1", "--include-dashboard=false", f"--temp-dir={folder}", "--object-store-memory=500000000"]
-    command += ["--node-ip-address=127.0.0.1"]
     env = {k: v for k, v in os.environ.items() if not k.startswith("OPSD_")} | {"VERL_USE_EXTERNAL_PLUGINS": "auto"}
     log = tmp_path_factory.mktemp("cluster") / "ray.log"
     with log.open("w") as out:
@@ -49,7 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     while "Ray runtime started" not in log.read_text():
         assert head.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.5)
-    yield f"127.0.0.1:{port}"
+    yield f"{ray.util.get_node_ip_address()}:{port}"
     assert head.poll() is None, log.read_text()
     head.terminate()
     head.wait(60)
