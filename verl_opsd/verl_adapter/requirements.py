@@ -95,6 +95,7 @@ def check_ray(config: DictConfig) -> None:
         OpsdError: the environment names a cluster that the configuration does not join, or there is none to join, or several.
     """
     from ray._private.services import find_gcs_addresses
+    from ray.exceptions import AuthenticationError
 
     named, joins = os.environ.get("RAY_ADDRESS", ""), OmegaConf.select(config, "ray_kwargs.ray_init.address") is not None
     if named and not joins:
@@ -111,12 +112,26 @@ def check_ray(config: DictConfig) -> None:
         if len(found) != 1 or not port.isdigit():
             raise ConnectionError(f"clusters of this host: {', '.join(sorted(found)) or 'none'}")
         socket.create_connection((host, int(port)), timeout=5).close()
+        _greet(f"{host}:{port}")
+    except AuthenticationError as error:
+        raise OpsdError(
+            f"+ray=attached: the Ray cluster {host}:{port} wants a token, and this process sends none or another one",
+            "Ray sends its token to a cluster that is named only when it is told to",
+            "set RAY_AUTH_MODE=token; the token is that of ~/.ray/auth_token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH",
+        ) from error
     except OSError as error:
         raise OpsdError(
             f"+ray=attached with RAY_ADDRESS={named}: {error}",
             "a run joins the one cluster that RAY_ADDRESS=HOST:PORT names, or the only one of this host",
             "start it (`ray start --head`) and name it, or leave out +ray=attached",
         ) from error
+
+
+def _greet(address: str) -> None:
+    """Asks a Ray cluster for its identity."""
+    from ray._raylet import GcsClient
+
+    GcsClient(address=address)
 
 
 def check_rollout(rollout: DictConfig) -> None:

@@ -15,6 +15,7 @@ import pytest
 import ray
 
 ROOT = Path(__file__).parents[3]
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 #: Asks a cluster, from a process of its own: its free resources equal all of them, and no actor is alive.
 LOOK = """
 import json, sys, time, ray
@@ -41,7 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = Path("/tmp", f"opsd-test-ray-{os.getpid()}")  # short: Ray's sockets have long names
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}", "--num-cpus=32"]
     command += ["--num-gpus=1", "--include-dashboard=false", f"--temp-dir={folder}", "--object-store-memory=500000000"]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("OPSD_")} | {"VERL_USE_EXTERNAL_PLUGINS": "auto"}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("OPSD_")} | TOKEN
     log = tmp_path_factory.mktemp("cluster") / "ray.log"
     with log.open("w") as out:
         head = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
@@ -66,13 +67,13 @@ def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(cluster: str, tmp_path: P
         "opsd.contract.max_tokens=32",
     ]
     command += ["opsd.tasks.max_train=2", "opsd.tasks.max_eval=1", f"hydra.run.dir={tmp_path / 'run'}"]
-    env = os.environ | {"RAY_ADDRESS": cluster}
+    env = os.environ | TOKEN | {"RAY_ADDRESS": cluster}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert (tmp_path / "run" / "report.json").is_file()
     look = subprocess.run(
         [sys.executable, "-c", LOOK, cluster],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | TOKEN | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=200,

@@ -9,10 +9,12 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 from ray._private import services
+from ray.exceptions import AuthenticationError
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.paths import conf_dir
 from verl_opsd.plugin import register_resolvers
+from verl_opsd.verl_adapter import requirements
 from verl_opsd.verl_adapter.keys import check_keys
 from verl_opsd.verl_adapter.requirements import check_ray
 
@@ -50,7 +52,13 @@ def test_a_run_that_joins_brings_no_sizes_and_hands_its_environment_on(composed:
     assert own.num_gpus == 1 and own.get("address") is None
 
 
+def refuses(address: str) -> None:
+    raise AuthenticationError("the token is missing")
+
+
 def test_a_named_cluster_is_joined_or_refused_and_never_in_silence(composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    greeted: list[str] = []
+    monkeypatch.setattr(requirements, "_greet", greeted.append)
     check_ray(composed())
     with pytest.raises(OpsdError, match="clusters of this host: none"):
         check_ray(composed("+ray=attached"))
@@ -60,6 +68,10 @@ def test_a_named_cluster_is_joined_or_refused_and_never_in_silence(composed: Any
         address = f"127.0.0.1:{s.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         check_ray(composed("+ray=attached"))
+        assert greeted == [address]
+        with monkeypatch.context() as patch, pytest.raises(OpsdError, match="set RAY_AUTH_MODE=token"):
+            patch.setattr(requirements, "_greet", refuses)
+            check_ray(composed("+ray=attached"))
         with pytest.raises(OpsdError, match=r"add \+ray=attached"):
             check_ray(composed())
     with pytest.raises(OpsdError, match=f"RAY_ADDRESS={address}"):  # nobody listens any more
