@@ -129,7 +129,7 @@ def check_ray(config: DictConfig) -> None:
 
 def _greet(address: str) -> None:
     """Asks a Ray cluster for its identity."""
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     GcsClient(address=address)
 
