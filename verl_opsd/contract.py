@@ -145,11 +145,13 @@ class EvalContract:
         mine, theirs = self.as_dict(), other.as_dict()
         return {k: (mine[k], theirs[k]) for k in mine if mine[k] != theirs[k]}
 
-    def require_same(self, other: EvalContract, what: str, varies: str | None = None, without: Sequence[str] = ()) -> None:
+    def require_same(
+        self, other: EvalContract, what: str, varies: str | None = None, without: Sequence[str] = (), mine: str = "this run"
+    ) -> None:
         """Refuses to mix artefacts of two contracts, showing the difference field by field.
 
         Args:
-            what: names the artefact of ``other``.
+            what: names the artefact of ``other``. mine: that of this contract.
             varies: the one field in which the two are declared to differ.
             without: fields that say nothing about this artefact.
 
@@ -164,10 +166,10 @@ class EvalContract:
             )
         different = {k: v for k, v in self.diff(other).items() if k != varies and k not in without}
         if different:
-            lines = "; ".join(f"{k}: {a!r} != {b!r}" for k, (a, b) in different.items())
+            lines = "; ".join(f"{k}: {theirs!r} there, {ours!r} here" for k, (ours, theirs) in different.items())
             declared = "" if varies is None else f" (only {varies} was declared to vary)"
             raise OpsdError(
-                f"{what} was made under another contract ({lines})",
+                f"{what} was made under another contract than {mine} ({lines})",
                 f"collection, training and evaluation share one contract{declared}",
                 "make it again under this contract, run with the contract of the artefact, or declare the one field that a "
                 "comparison varies (opsd.varies)",

@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     draft = commands.add_parser("draft", help="a skeleton of a pair's workflow, from its gold patches")
     draft.set_defaults(func=draft_workflow)
     for command in (show, check, draft):
-        command.add_argument("--dataset", type=Path, help="folder in CooperBench's layout; default: the pocket tasks")
+        command.add_argument("--dataset", default="pocket", help="`pocket`, or a folder in CooperBench's layout")
         command.add_argument("--pairs", default="pocket_train", help="subset, or pairs by key: repo/task7/f1_f2")
     for command in (show, check):
         command.add_argument("name", help="registered name, or several joined by +")
@@ -46,9 +46,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _pairs(args: argparse.Namespace) -> list[PairTask]:
-    from verl_opsd.cooperbench.dataset import POCKET_DIR, load_subset
+    from verl_opsd.cooperbench.dataset import dataset_folder, load_subset
 
-    return load_subset(args.pairs, (args.dataset or POCKET_DIR).absolute())
+    return load_subset(args.pairs, dataset_folder(args.dataset))
 
 
 def _briefs(args: argparse.Namespace, pair: PairTask) -> dict[str, Brief]:

@@ -133,11 +133,10 @@ def show_corpus(args: argparse.Namespace, console: Console | None = None) -> int
 
 
 def _target(dataset: str, names: list[str], level: Any) -> Evaluated:
-    from verl_opsd.cooperbench.dataset import POCKET_DIR
+    from verl_opsd.cooperbench.dataset import dataset_folder
     from verl_opsd.corpus.contamination import evaluated, subsets_named
 
-    root = POCKET_DIR if dataset == "pocket" else Path(dataset).expanduser().resolve()
-    return evaluated(subsets_named(root, names), level)
+    return evaluated(subsets_named(dataset_folder(dataset), names), level)
 
 
 def _show(manifest: dict[str, Any], console: Console) -> None:

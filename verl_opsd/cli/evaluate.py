@@ -68,7 +68,7 @@ def evaluate(args: argparse.Namespace, console: Console | None = None) -> int:
     serving = UNVERIFIED if manifest is None else manifest.serving()
     contract = found(given, pairs, args.model, serving)
     if (run.path / "contract.json").is_file():
-        run.contract().require_same(contract, f"this evaluation in {run.path}")
+        contract.require_same(run.contract(), f"what is in {run.path}", mine="this evaluation")
     if manifest is None:
         console.print(f"{args.endpoint}: unverified: no serving manifest says what decides its replies", soft_wrap=True)
     key = os.environ.get("OPENAI_API_KEY")
@@ -141,12 +141,12 @@ def named_contract(name: str, fields: list[str]) -> EvalContract:
 def load_pairs(dataset: str, subset: str, contract: EvalContract) -> list[PairTask]:
     """The subset's pairs, qualified; pocket tasks are prepared where they are not."""
     from verl_opsd.config import SandboxConfig
-    from verl_opsd.cooperbench.dataset import load_subset
+    from verl_opsd.cooperbench.dataset import dataset_folder, load_subset
     from verl_opsd.cooperbench.qualification import require_qualified
     from verl_opsd.paths import cache_dir
-    from verl_opsd.verl_adapter.launch import dataset_path, prepare_missing
+    from verl_opsd.verl_adapter.launch import prepare_missing
 
-    pairs = load_subset(subset, dataset_path(dataset), split="eval")
+    pairs = load_subset(subset, dataset_folder(dataset), split="eval")
     if dataset == "pocket":
         prepare_missing(SandboxConfig(backend=contract.sandbox), pairs)  # type: ignore[arg-type]
     require_qualified(pairs, cache_dir())

@@ -35,7 +35,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     take.add_argument("--subset", help="also write a subset of this name with every pair of these tasks")
     take.set_defaults(func=import_folder)
     for command in (show, collisions, exclude, take):
-        command.add_argument("--dataset", type=Path, help="folder in CooperBench's layout; default: the pocket tasks")
+        command.add_argument("--dataset", default="pocket", help="`pocket`, or a folder in CooperBench's layout")
     show.add_argument("--cache-dir", type=Path, help="default: $OPSD_CACHE, or ~/.cache/verl-opsd")
 
 
@@ -126,7 +126,7 @@ def exclude_task(args: argparse.Namespace, console: Console | None = None) -> in
     """Adds a line to the data set's exclusions."""
     from verl_opsd.cooperbench.exclusions import exclude
 
-    if args.dataset is None:
+    if args.dataset == "pocket":
         raise OpsdError("no --dataset", "the pocket tasks are installed files", "name the data set's folder")
     exclude(_dataset(args), args.key, args.reason)
     (console or Console()).print(f"excluded: {args.key}: {args.reason}")
@@ -138,10 +138,10 @@ def import_folder(args: argparse.Namespace, console: Console | None = None) -> i
     from verl_opsd.cooperbench.dataset import tree_hash
     from verl_opsd.cooperbench.importing import import_tasks
 
-    if args.dataset is None:
+    if args.dataset == "pocket":
         raise OpsdError("no --dataset", "tasks are copied into a data set of your own", "name its folder; it need not exist")
     table = Table("task", "features", "tree hash")
-    for task in import_tasks(args.source.absolute(), _dataset(args), args.subset):
+    for task in import_tasks(args.source.absolute(), Path(args.dataset).absolute(), args.subset):
         table.add_row(f"{task.repo}/task{task.task_id}", " ".join(map(str, task.features)), tree_hash([task.task_dir])[:12])
     (console or Console()).print(table)
     return 0
@@ -174,6 +174,6 @@ def _verdicts(args: argparse.Namespace, repo: str, task_id: int, features: tuple
 
 
 def _dataset(args: argparse.Namespace) -> Path:
-    from verl_opsd.cooperbench.dataset import POCKET_DIR
+    from verl_opsd.cooperbench.dataset import dataset_folder
 
-    return (args.dataset or POCKET_DIR).absolute()
+    return dataset_folder(args.dataset)

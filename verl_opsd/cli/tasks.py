@@ -26,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         ("qualify", qualify_tasks, "run gold patches and untouched base trees through the hidden tests"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--dataset", type=Path, help="folder in CooperBench's layout; default: the pocket tasks")
+        command.add_argument("--dataset", default="pocket", help="`pocket`, or a folder in CooperBench's layout")
         command.add_argument("--repo", help="only this repository, e.g. pallets_click_task")
         command.add_argument("--task", type=int, help="only this task id")
         command.add_argument("--cache-dir", type=Path, help="default: $OPSD_CACHE, or ~/.cache/verl-opsd")
@@ -129,9 +129,9 @@ def qualify_tasks(args: argparse.Namespace, console: Console | None = None) -> i
 
 
 def _dataset(args: argparse.Namespace) -> Path:
-    from verl_opsd.cooperbench.dataset import POCKET_DIR
+    from verl_opsd.cooperbench.dataset import dataset_folder
 
-    return (args.dataset or POCKET_DIR).absolute()
+    return dataset_folder(args.dataset)
 
 
 def _cache(args: argparse.Namespace) -> Path:

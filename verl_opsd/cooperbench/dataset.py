@@ -40,6 +40,22 @@ class Task:
         return self.dataset_dir / self.repo / f"task{self.task_id}"
 
 
+def dataset_folder(name: str | Path, key: str = "--dataset") -> Path:
+    """The folder behind a data set's name: ``pocket``, or a path.
+
+    Raises:
+        OpsdError: there is no such folder.
+    """
+    folder = POCKET_DIR if str(name) == "pocket" else Path(name).expanduser().resolve()
+    if not folder.is_dir():
+        raise OpsdError(
+            f"{key}={name}: no folder {folder}",
+            "it is `pocket`, the tasks that ship with the package, or a folder in CooperBench's layout",
+            "correct the path",
+        )
+    return folder
+
+
 def discover(dataset_dir: Path) -> list[Task]:
     """All tasks of a dataset, sorted by repository and task id.
 

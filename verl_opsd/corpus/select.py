@@ -108,7 +108,7 @@ def open_sources(runs: Sequence[Path]) -> list[Source]:
             raise OpsdError(f"{path}", "a source is a run directory with contract.json and episodes/", "name such a directory")
         contract = run.contract()
         if sources:
-            sources[0].contract.require_same(contract, f"run {path}", without=TOUCHED)
+            sources[0].contract.require_same(contract, f"run {path}", without=TOUCHED, mine=f"run {sources[0].path}")
         name = path.resolve().name
         if name in {s.name for s in sources}:
             raise OpsdError(f"two sources named {name}", "rows are told apart by their source's name", "rename a directory")

@@ -85,7 +85,7 @@ def require_one_contract(specs: Sequence[str], varies: str | None) -> None:
     """
     runs = [RunDir(folder) for _, folder in map(split_name, specs) if (folder / "contract.json").is_file()]
     for run in runs[1:]:
-        runs[0].contract().require_same(run.contract(), str(run.path), varies)
+        runs[0].contract().require_same(run.contract(), str(run.path), varies, mine=str(runs[0].path))
 
 
 def comparisons(

@@ -81,7 +81,7 @@ def _declared(runs: Sequence[RunDir]) -> str | None:
     if len(fields) > 1:
         raise OpsdError(f"jobs that declare {sorted(map(str, fields))}", "one sweep varies one field", "set opsd.varies once")
     for run in runs[1:]:
-        runs[0].contract().require_same(run.contract(), f"job {run.path.name}", varies)
+        runs[0].contract().require_same(run.contract(), f"job {run.path.name}", varies, mine=f"job {runs[0].path.name}")
     return varies
 
 

@@ -12,6 +12,7 @@ from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
 from verl_opsd.privilege import Audit, Brief, NoBrief, audit, distinct_texts, require_answer_free
 from verl_opsd.rundir import RunDir
+from verl_opsd.verl_adapter.requirements import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,6 @@ def check_briefs(opsd: OpsdConfig, pairs: list[PairTask], student_path: str) -> 
     Raises:
         OpsdError: see :func:`verl_opsd.privilege.make_brief`, :func:`verl_opsd.privilege.require_answer_free`, :func:`check_views`.
     """
-    from transformers import AutoTokenizer
-
     if opsd.brief.files is not None:
         require_workflows(pairs, opsd.brief.files)
     made: list[Brief] = []
@@ -47,7 +46,7 @@ def check_briefs(opsd: OpsdConfig, pairs: list[PairTask], student_path: str) -> 
             require_answer_free(brief, found, f"{pair.key} {agent}")
             made.append(brief)
             audits.append(found)
-    tokenizer = AutoTokenizer.from_pretrained(student_path)
+    tokenizer = tokenizer_of(student_path)
     longest = max((len(b.ids(tokenizer)) for b in made), default=0)
     from verl_opsd.verl_adapter.teacher_checks import teacher_positions
 
@@ -90,11 +89,24 @@ def check_views(opsd: OpsdConfig, longest_brief: int, positions: int | None) -> 
     if opsd.brief.too_long == "refuse" and allowed is not None and context + longest_brief > allowed:
         raise OpsdError(
             f"opsd.contract.context_length={context} and a brief of {longest_brief} tokens: views of up to {context + longest_brief} "
-            f"tokens, {allowed} fit",
+            f"tokens, {allowed} fit{'' if limit is None else ' (opsd.brief.max_view_tokens)'}",
             "a view is never truncated",
-            f"lower the context length to {allowed - longest_brief}, or leave long branches out: opsd.brief.too_long=leave_out "
-            f"opsd.brief.max_view_tokens={allowed}, or score them in windows: opsd.brief.too_long=window",
+            _fitting(opsd, longest_brief, allowed, positions),
         )
+
+
+def _fitting(opsd: OpsdConfig, longest_brief: int, allowed: int, positions: int | None) -> str:
+    """What makes every view fit, of those ways that are open."""
+    needed, room = opsd.contract.context_length + longest_brief, allowed - longest_brief
+    ways = []
+    if room > opsd.contract.max_tokens:
+        ways.append(f"lower the context length to {room}")
+    if opsd.brief.max_view_tokens is not None and (positions is None or needed <= positions):
+        ways.append(f"raise opsd.brief.max_view_tokens to {needed}")
+    if room > 0:
+        ways.append(f"leave long branches out: opsd.brief.too_long=leave_out opsd.brief.max_view_tokens={allowed}")
+        ways.append("score them in windows: opsd.brief.too_long=window")
+    return ", or ".join(ways or ["use a shorter brief"])
 
 
 def check_worth(opsd: OpsdConfig, audits: Sequence[Audit]) -> tuple[bool, str]:

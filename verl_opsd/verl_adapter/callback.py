@@ -14,9 +14,10 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
@@ -27,6 +28,39 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.evidence.chain import lines
 from verl_opsd.evidence.copies import warning
 from verl_opsd.rundir import RunDir, write_json
+from verl_opsd.verl_adapter.budget import DryRun
+from verl_opsd.verl_adapter.choices import require_command
+from verl_opsd.verl_adapter.place import Found, require_writable
+
+if TYPE_CHECKING:
+    from verl_opsd.verl_adapter.launch import Launch
+
+#: Stands for the directories of a sweep's jobs while nothing is started.
+NOT_YET = "opsd-not-yet"
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Errors leave as ``SystemExit(2)``, printed, and a dry run as ``SystemExit(0)``: Hydra swallows every exception of a callback.
+
+    Raises:
+        SystemExit: see above.
+    """
+    try:
+        yield
+    except DryRun as estimate:
+        print(f"verl-opsd: dry run, nothing was started\n{estimate}", flush=True)
+        raise SystemExit(0) from None
+    except OpsdError as e:
+        print(f"error: {e}", file=sys.stderr, flush=True)
+    except SystemExit as e:  # a registration of the plugin that failed while a check imported verl's modules
+        print(e, file=sys.stderr, flush=True)
+    except Exception:
+        traceback.print_exc()
+        print("error: preparing the run failed (traceback above); nothing was started", file=sys.stderr, flush=True)
+    else:
+        return
+    raise SystemExit(2)
 
 
 class OpsdCallback(Callback):
@@ -41,9 +75,17 @@ class OpsdCallback(Callback):
         self._tmpdir, self._base = os.environ.get("TMPDIR"), tempfile.gettempdir()
         self._run: RunDir | None = None
         self._found: Found | None = None
+        self._checked: dict[str, Launch] = {}
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Remembers what the run directory held, before Hydra writes into it."""
+        """Refuses a wrong entry point, or a run directory that can't be, and remembers what that held before Hydra writes into it.
+
+        Raises:
+            SystemExit: 2, after the error was printed.
+        """
+        with refusing():
+            require_command(config, "ppo_trainer")
+            require_writable(config.hydra.run.dir, "hydra.run.dir")
         self._found = Found.of(Path(config.hydra.run.dir), str(config.hydra.job.name))
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -52,42 +94,31 @@ class OpsdCallback(Callback):
         Raises:
             SystemExit: 2, after the error was printed; 0 after a dry run.
         """
-        from verl_opsd.verl_adapter.budget import DryRun
-
-        code = 2
         found, self._found = self._found, None
         try:
-            self._run = RunDir.from_env()
-            if found is None:  # a job of a sweep: Hydra's own files are there already
-                job = str(OmegaConf.select(config, "hydra.job.name", default="main_ppo"))
-                found = Found.of(self._run.path, job, fresh=True)
-            self._start(config, self._run)
-        except DryRun as estimate:
-            print(f"verl-opsd: dry run, nothing was started\n{estimate}", flush=True)
-            code = 0
-        except OpsdError as e:
-            print(f"error: {e}", file=sys.stderr, flush=True)
-        except SystemExit as e:  # a registration of the plugin that failed while a check imported verl's modules
-            print(e, file=sys.stderr, flush=True)
-        except Exception:
-            traceback.print_exc()
-            print("error: preparing the run failed (traceback above); nothing was started", file=sys.stderr, flush=True)
-        else:
-            return
-        self._unwatch(started=False)
-        if found is not None and self._run is not None:
-            found.restore(self._run.path)
-        raise SystemExit(code)
+            with refusing():
+                self._run = RunDir.from_env()
+                if found is None:  # a job of a sweep: Hydra's own files are there already
+                    job = str(OmegaConf.select(config, "hydra.job.name", default="main_ppo"))
+                    found = Found.of(self._run.path, job, fresh=True)
+                self._start(config, self._run)
+        except SystemExit:
+            self._unwatch(started=False)
+            if found is not None and self._run is not None:
+                found.restore(self._run.path)
+            raise
 
     def _start(self, config: DictConfig, run: RunDir) -> None:
         from verl_opsd.resume import earlier_meta
         from verl_opsd.verl_adapter.launch import meta, prepare_run
         from verl_opsd.verl_adapter.requirements import require_plugin
+        from verl_opsd.verl_adapter.sweep import key_of
 
         started = time.time()
         require_plugin()
         self._watch()
-        opsd = prepare_run(config, run)
+        checked = self._checked.get(key_of(config)) if self._checked else None  # a job of a sweep
+        opsd = prepare_run(config, run, checked)
         import ray
 
         self._ray_was_up = ray.is_initialized()
@@ -127,26 +158,32 @@ class OpsdCallback(Callback):
         Raises:
             SystemExit: 2, after the error was printed.
         """
-        from verl_opsd.verl_adapter.launch import check_multirun
-        from verl_opsd.verl_adapter.requirements import require_plugin
-
-        # what a job's own environment names; nothing is written there by a check
-        named = {"OPSD_RUN_DIR": str(Path(tempfile.gettempdir(), "opsd-not-yet")), "OPSD_RAY_TMP": "opsd-not-yet"}
-        os.environ.update(named)
-        try:
-            require_plugin()
-            jobs = check_multirun(config, config_name or str(config.hydra.job.config_name))
-        except OpsdError as e:
-            print(f"error: {e}", file=sys.stderr, flush=True)
-            raise SystemExit(2) from e
-        finally:
-            for name in named:
-                del os.environ[name]
+        with refusing():
+            require_command(config, "ppo_trainer")
+            require_writable(config.hydra.sweep.dir, "hydra.sweep.dir")
+            self._checked = self._check_jobs(config, config_name or str(config.hydra.job.config_name))
+        jobs = len(self._checked)
         print(
             f"verl-opsd: {jobs} jobs checked"
             if jobs
             else "verl-opsd: the sweeper chooses values later; jobs are checked one by one"
         )
+
+    def _check_jobs(self, config: DictConfig, config_name: str) -> dict[str, Launch]:
+        from verl_opsd.verl_adapter.requirements import require_plugin
+        from verl_opsd.verl_adapter.sweep import check_multirun
+
+        require_plugin()
+        # what a job's own environment names; nothing is written there by a check
+        names = ("OPSD_RUN_DIR", "OPSD_RAY_TMP")
+        os.environ.update({name: str(Path(self._base, NOT_YET)) for name in names})
+        self._watch()
+        try:
+            return check_multirun(config, config_name)
+        finally:
+            self._unwatch(started=False)
+            for name in names:
+                del os.environ[name]
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Shows the table or the cause of the failure, shuts down a Ray cluster that this job started, and lets the reaper
@@ -171,43 +208,3 @@ class OpsdCallback(Callback):
         if failed:
             cause = getattr(job_return._return_value, "cause", job_return._return_value)
             print(f"error: {cause}\nverl-opsd: evidence so far: {self._run.path}/evidence.jsonl", file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a run directory held before this start.
-
-    Attributes:
-        names: its entries; files: contents of those that Hydra writes anew, by path in the directory.
-    """
-
-    names: frozenset[str]
-    files: dict[str, bytes]
-
-    @classmethod
-    def of(cls, path: Path, job: str, fresh: bool = False) -> Found:
-        """``fresh``: Hydra has written its own files there already, so what they held before is not known and they are left out."""
-        names = frozenset(p.name for p in path.iterdir()) if path.is_dir() else frozenset()
-        if fresh:
-            return cls(names - {".hydra", f"{job}.log"}, {})
-        files = [path / f"{job}.log", *(path / ".hydra").glob("*")]
-        return cls(names, {str(p.relative_to(path)): p.read_bytes() for p in files if p.is_file()})
-
-    def restore(self, path: Path) -> None:
-        """Removes what a refused run wrote, gives files back their contents, and removes the directory, and those above it below the
-        current one, where they are then empty. A directory that holds a run keeps what that run has written."""
-        for entry in path.iterdir():
-            if entry.name in self.names:
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
-        for name, content in self.files.items():
-            (path / name).write_bytes(content)
-        here = Path.cwd()
-        for folder in (path, *(p for p in path.parents if here in p.parents)):
-            try:
-                folder.rmdir()
-            except OSError:  # not empty
-                return

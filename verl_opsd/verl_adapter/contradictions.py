@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_opsd.config import OpsdConfig
 from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir
+from verl_opsd.verl_adapter.place import require_writable
 from verl_opsd.verl_adapter.rollout import OWN_BACKENDS, SCRIPTED
 
 #: Keys that are counts, with the least value of each; -1 of a frequency means never.
@@ -29,6 +30,8 @@ COUNTS = {
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 1,
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
 }
+#: Folders that verl writes into.
+WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 #: Keys of a kind, each with what it must be.
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "actor_rollout_ref.actor.optim.lr": ("a number above 0", lambda v: _number(v) and 0 < v < math.inf),
@@ -255,11 +258,15 @@ def _check_lengths(config: DictConfig, opsd: OpsdConfig) -> None:
 
 
 def check_folders(config: DictConfig) -> None:
-    """Folders that verl would look for after the run has started.
+    """Folders that verl would look for, or write into, after the run has started.
 
     Raises:
-        OpsdError: one of them is not there.
+        OpsdError: one of them is not there, or can't be made.
     """
+    for key in WRITTEN:
+        value = OmegaConf.select(config, key)
+        if value is not None or key == WRITTEN[0]:
+            require_writable(str(value), key)
     for key, needed in (
         ("trainer.resume_from_path", config.trainer.resume_mode == "resume_path"),
         (

@@ -82,9 +82,11 @@ def pair_of(opsd: OpsdConfig, episode: Episode) -> PairTask:
     Raises:
         OpsdError: its task texts are not in the configured dataset, so that its brief can't be made.
     """
-    from verl_opsd.verl_adapter.launch import dataset_path
+    from verl_opsd.cooperbench.dataset import dataset_folder
 
-    pair = PairTask(dataset_path(opsd.tasks.dataset), episode.repo, episode.task_id, episode.features, episode.split)
+    pair = PairTask(
+        dataset_folder(opsd.tasks.dataset, "opsd.tasks.dataset"), episode.repo, episode.task_id, episode.features, episode.split
+    )
     missing = [f for f in pair.features if not (pair.task_dir / f"feature{f}" / "feature.md").is_file()]
     if missing:
         raise OpsdError(

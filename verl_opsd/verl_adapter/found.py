@@ -15,6 +15,7 @@ from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.dataset import subset_hash, tree_hash
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.rundir import RunDir, write_json
+from verl_opsd.verl_adapter.requirements import tokenizer_of
 from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
 
 #: Keys of verl's rollout section that decide how a model is served; capacity alone (memory share, logging) is not among them.
@@ -34,8 +35,6 @@ def freeze_contract(
     config: DictConfig, opsd: OpsdConfig, train: list[PairTask], evaluation: list[PairTask], model_path: str
 ) -> EvalContract:
     """The contract of this run: the configured fields plus what was found."""
-    from transformers import AutoTokenizer
-
     from verl_opsd.cooperbench.identity import harness_identity, identity_string
     from verl_opsd.cooperbench.sandbox import traits
     from verl_opsd.teachers.cache import tokenizer_hash
@@ -45,7 +44,7 @@ def freeze_contract(
         opsd.contract,
         harness=identity_string(),
         templates_hash=harness_identity()["templates_hash"],
-        tokenizer_hash=tokenizer_hash(AutoTokenizer.from_pretrained(model_path)),
+        tokenizer_hash=tokenizer_hash(tokenizer_of(model_path)),
         dataset_hash=tree_hash(task_folders(pairs)),
         subset_hash=subset_hash(pairs),
         serving=serving(config),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.resources
+import functools
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_opsd.errors import OpsdError
+from verl_opsd.verl_adapter.keys import listed_keys
 
 _PPO = "the objective is opsd.loss.divergence; PPO's clipped term of the episodes' reward is opsd.loss.task_reward_coef"
 _ADVANTAGE = "advantages are the reward minus the mean of the round's other episodes: opsd.loss.task_reward_coef"
@@ -46,10 +47,10 @@ def check_ignored(config: DictConfig) -> None:
     Raises:
         OpsdError: one has another value; names what does the thing here.
     """
-    listed = importlib.resources.files("verl.trainer.config") / "_generated_ppo_trainer.yaml"
-    defaults = OmegaConf.create(listed.read_text())
     for key, way_out in IGNORED.items():
-        given, usual = (_leaves(key, OmegaConf.select(c, key)) for c in (config, defaults))
+        below = OmegaConf.select(config, key)
+        given = _leaves(key, OmegaConf.to_container(below, resolve=True) if isinstance(below, DictConfig) else below)
+        usual = _leaves(key, functools.reduce(lambda node, name: node[name], key.split("."), listed_keys()))
         for name, value in given.items():
             expected: Any = RECIPE.get(name, usual.get(name))
             if value != expected:
@@ -61,6 +62,6 @@ def check_ignored(config: DictConfig) -> None:
 
 
 def _leaves(key: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, DictConfig):
+    if not isinstance(value, dict):
         return {key: value}
     return {k: v for name in map(str, value) for k, v in _leaves(f"{key}.{name}", value[name]).items()}

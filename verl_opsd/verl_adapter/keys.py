@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib.resources
 from typing import Any
 
@@ -36,8 +37,7 @@ def check_keys(config: DictConfig, reference: dict[Any, Any] | None = None) -> N
         OpsdError: unknown keys, each with the nearest known one.
     """
     if reference is None:
-        listed = importlib.resources.files("verl.trainer.config") / "_generated_ppo_trainer.yaml"
-        reference = _raw(OmegaConf.create(listed.read_text()))
+        reference = listed_keys()
     given = _raw(config)
     references = str(given.get("opsd"))
     own = OWN | {k for k in given if f"${{{k}}}" in references}
@@ -49,6 +49,13 @@ def check_keys(config: DictConfig, reference: dict[Any, Any] | None = None) -> N
             "every key is one that verl or this project reads; an unknown one would be ignored in silence",
             "correct the spelling or remove the key",
         )
+
+
+@functools.cache
+def listed_keys() -> dict[Any, Any]:
+    """verl's list of all keys of its PPO trainer, with their defaults; references stay as they are written."""
+    listed = importlib.resources.files("verl.trainer.config") / "_generated_ppo_trainer.yaml"
+    return dict(_raw(OmegaConf.create(listed.read_text())))
 
 
 def _raw(config: Any) -> Any:

@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,24 @@ from verl_opsd.paths import cache_dir
 from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.verl_adapter import budget
 from verl_opsd.verl_adapter.actor_briefs import actor_briefs
-from verl_opsd.verl_adapter.brief_checks import check_briefs, check_worth, record_briefs, record_worth
+from verl_opsd.verl_adapter.brief_checks import MadeBriefs, check_briefs, check_worth, record_briefs, record_worth
+from verl_opsd.verl_adapter.choices import check_choices
+from verl_opsd.verl_adapter.cluster import check_ray
 from verl_opsd.verl_adapter.contradictions import check_folders, check_rounds, check_verl_keys, check_with_verl, data_file
 from verl_opsd.verl_adapter.found import check_siblings, freeze_contract, record_tasks
 from verl_opsd.verl_adapter.ignored import check_ignored
 from verl_opsd.verl_adapter.keys import check_keys
-from verl_opsd.verl_adapter.memory_checks import check_memory
+from verl_opsd.verl_adapter.memory_checks import Need, check_memory
 from verl_opsd.verl_adapter.requirements import (
     check_chat,
     check_hardware,
-    check_ray,
     check_rollout,
+    check_support,
     check_trl,
     ensure_student,
 )
 from verl_opsd.verl_adapter.routes import check_routes
+from verl_opsd.verl_adapter.targets import check_adapter
 from verl_opsd.verl_adapter.teacher_checks import check_teachers
 
 PACKAGES = ("verl-opsd", "verl", "torch", "transformers", "peft", "ray", "cooperbench", "TransferQueue", "vllm")
@@ -59,6 +63,7 @@ def parse(config: DictConfig) -> OpsdConfig:
             "`+recipe=` must be resolved as a config group, or verl's defaults would run instead",
             "install with `pip install .`, or `pip install -e . --config-settings editable_mode=compat`",
         )
+    check_choices(config)
     missing = [str(k) for k in config if OmegaConf.is_missing(config, k)]  # first: keys of the section refer to them
     try:
         missing = missing or [f"{k}" for k in sorted(OmegaConf.missing_keys(config.opsd))]
@@ -78,34 +83,16 @@ def _unresolved(error: OmegaConfBaseException) -> OpsdError:
     return OpsdError(" ".join(str(error).split()), rule, "leave that key as the groups set it")
 
 
-def dataset_path(name: str) -> Path:
-    """The folder behind ``opsd.tasks.dataset``.
-
-    Raises:
-        OpsdError: there is no such folder.
-    """
-    from verl_opsd.cooperbench.dataset import POCKET_DIR
-
-    folder = POCKET_DIR if name == "pocket" else Path(name).expanduser().resolve()
-    if not folder.is_dir():
-        raise OpsdError(
-            f"opsd.tasks.dataset={name}: no folder {folder}",
-            "it is `pocket`, or a folder in CooperBench's layout",
-            "correct the path",
-        )
-    return folder
-
-
 def load_pairs(opsd: OpsdConfig) -> tuple[list[PairTask], list[PairTask]]:
     """Training and evaluation pairs: known, disjoint, prepared and qualified.
 
     Raises:
         OpsdError: an unknown subset, an overlap, or a pair that is not qualified.
     """
-    from verl_opsd.cooperbench.dataset import assert_disjoint, load_subset
+    from verl_opsd.cooperbench.dataset import assert_disjoint, dataset_folder, load_subset
     from verl_opsd.cooperbench.qualification import require_qualified
 
-    root = dataset_path(opsd.tasks.dataset)
+    root = dataset_folder(opsd.tasks.dataset, "opsd.tasks.dataset")
     evaluation = load_subset(opsd.tasks.eval, root, split="eval")
     train = [] if opsd.tasks.train is None else load_subset(opsd.tasks.train, root, split="train")
     assert_disjoint(train, evaluation, level=opsd.tasks.disjoint)
@@ -237,17 +224,36 @@ def check_models(config: DictConfig, opsd: OpsdConfig) -> str:
     """
     model_path = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
     ensure_student(opsd, model_path)
+    check_adapter(config, model_path)
+    check_support(opsd, model_path)
     check_chat(opsd, model_path)
     check_teachers(opsd, model_path)
-    check_memory(config, opsd)
     return model_path
 
 
-def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
-    """Checks everything and makes what the run needs. Nothing is started; the first rule that is broken raises."""
+@dataclass(frozen=True)
+class Launch:
+    """What the checks of a configuration have found; :func:`prepare_run` writes it down.
+
+    Attributes:
+        needs: of accelerators' memory. briefs: of the pairs that are trained on. worth: verdict and detail; None: nothing is distilled.
+    """
+
+    opsd: OpsdConfig
+    train: list[PairTask]
+    evaluation: list[PairTask]
+    contract: EvalContract
+    cost: budget.Estimate
+    needs: list[Need]
+    briefs: MadeBriefs
+    worth: tuple[bool, str] | None
+
+
+def check_run(config: DictConfig) -> Launch:
+    """Every check that does not depend on what the run directory holds. The first rule that is broken raises; nothing is started."""
     opsd = check_host(config)
-    print(f"verl-opsd: recipe={opsd.recipe} scale={opsd.scale} run directory {run.path}", flush=True)
     model_path = check_models(config, opsd)
+    needs = check_memory(config, opsd)
     train, evaluation = load_pairs(opsd)
     check_rounds(config, len(train or evaluation))
     if opsd.canary.every is not None:
@@ -255,88 +261,58 @@ def prepare_run(config: DictConfig, run: RunDir) -> OpsdConfig:
     cost = budget.estimate(config, opsd, len(evaluation) * opsd.evaluation.seeds)
     budget.require_within(cost, opsd.budget)
     contract = freeze_contract(config, opsd, train, evaluation, model_path)
+    taught = train
     if opsd.mode == "offline":
         from verl_opsd.verl_adapter.corpus import check_corpus, corpus_pairs
 
         check_corpus(opsd, contract, evaluation)
         taught = corpus_pairs(opsd)
-    else:
-        taught = train
     check_routes(opsd, taught)
     for pair in train + evaluation:
         actor_briefs(opsd.actor_brief, pair)
     briefs = check_briefs(opsd, taught, model_path)
     worth = None if opsd.brief.name == "none" else check_worth(opsd, briefs.audits)  # the identity arm distils nothing
-    resume.check(run, contract, plain_config(config))
-    check_siblings(run, contract, opsd.varies)
     if opsd.predictions is not None:
         read_predictions(Path(opsd.predictions).expanduser())
+    return Launch(opsd, train, evaluation, contract, cost, needs, briefs, worth)
+
+
+def prepare_run(config: DictConfig, run: RunDir, checked: Launch | None = None) -> OpsdConfig:
+    """Checks everything and makes what the run needs. Nothing is started.
+
+    Args:
+        checked: what :func:`check_run` found for this very configuration; None: it is checked now.
+
+    Raises:
+        OpsdError: a check, or the run directory holds another run.
+        DryRun: nothing else was asked for.
+    """
+    found = checked or check_run(config)
+    opsd, contract, pairs = found.opsd, found.contract, found.train or found.evaluation
+    print(f"verl-opsd: recipe={opsd.recipe} scale={opsd.scale} run directory {run.path}", flush=True)
+    resume.check(run, contract, plain_config(config))
+    check_siblings(run, contract, opsd.varies)
     if opsd.dry_run:
-        raise budget.DryRun(cost.text())
+        raise budget.DryRun(found.cost.text())
     # verl wants a training file also where nothing is trained
-    write_data(run, train or evaluation, "train", batch=config.data.train_batch_size)
-    write_data(run, [p for p in evaluation for _ in range(opsd.evaluation.seeds)], "val")
+    write_data(run, pairs, "train", batch=config.data.train_batch_size)
+    write_data(run, [p for p in found.evaluation for _ in range(opsd.evaluation.seeds)], "val")
     write_json(run.path / "contract.json", contract.as_dict())
-    budget.record(run, cost, opsd.budget)
-    for need in check_memory(config, opsd):
+    budget.record(run, found.cost, opsd.budget)
+    for need in found.needs:
         run.evidence("planned_memory", need.total, need.room, True, str(need))
-    record_tasks(run, opsd, train, evaluation)
+    record_tasks(run, opsd, found.train, found.evaluation)
     if opsd.mode == "evaluate":
         from verl_opsd.verl_adapter import full_eval
 
-        full_eval.prepare(config, opsd, run, evaluation, contract)
+        full_eval.prepare(config, opsd, run, found.evaluation, contract)
     if opsd.canary.every is not None:
         canary.write_down(run, canary_limits(opsd))
-    record_briefs(run, opsd, briefs)
-    if worth is not None:
-        record_worth(run, *worth)
+    record_briefs(run, opsd, found.briefs)
+    if found.worth is not None:
+        record_worth(run, *found.worth)
     if opsd.predictions is not None:
         write_down(run.path, Path(opsd.predictions).expanduser())
-    print(
-        f"verl-opsd: contract {contract.hash[:12]}, {len(train)} training pairs, {len(evaluation)} evaluation pairs", flush=True
-    )
+    counts = f"{len(found.train)} training pairs, {len(found.evaluation)} evaluation pairs"
+    print(f"verl-opsd: contract {contract.hash[:12]}, {counts}", flush=True)
     return opsd
-
-
-def check_multirun(config: DictConfig, config_name: str) -> int:
-    """Composes and checks every job of Hydra's basic sweeper before the first one starts; other sweepers choose their values later.
-
-    Returns:
-        Number of jobs that were checked.
-
-    Raises:
-        OpsdError: naming the job's own overrides; or its contract differs from the first job's in a field that is not declared.
-    """
-    import itertools
-
-    from hydra import compose
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    if not str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
-        return 0
-    given = [f"{k}={v}" for k, v in (config.hydra.sweeper.params or {}).items()] + list(config.hydra.overrides.task)
-    values: dict[str, list[str]] = {}
-    for o in OverridesParser.create().parse_overrides(given):
-        words = o.sweep_string_iterator() if o.is_discrete_sweep() else [o.get_value_element_as_str()]
-        values[o.get_key_element()] = [f"{o.get_key_element()}={word}" for word in words]
-    swept = [k for k, v in values.items() if len(v) > 1]
-    jobs = list(itertools.product(*values.values()))
-    first: EvalContract | None = None
-    for number, job in enumerate(jobs):
-        own = [w for w in job if w.split("=")[0] in swept]
-        try:
-            composed = compose(config_name, list(job), return_hydra_config=True)
-            opsd = check_host(composed)
-            check_models(composed, opsd)
-            load_pairs(opsd)
-            if opsd.dry_run:
-                raise OpsdError(
-                    "opsd.dry_run=true in a sweep", "a dry run estimates one job", "give each key one value, without -m"
-                )
-            first = first or opsd.contract
-            opsd.contract.require_same(first, "job 0", opsd.varies)
-        except OpsdError as error:
-            raise OpsdError(
-                f"job {number} of {len(jobs)} ({' '.join(own)}): {error.what}", error.rule, error.way_out
-            ) from error
-    return len(jobs)

@@ -17,6 +17,7 @@ from verl_opsd.contract import EvalContract
 from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.endpoint import EndpointEngine
 from verl_opsd.tokens.gateway import Gateway, Generation
+from verl_opsd.verl_adapter.targets import lora_targets
 
 Finding = tuple[str, bool | None, str]
 
@@ -143,31 +144,15 @@ def _end_tokens(model: str, tokenizer: Any) -> Iterator[Finding]:
 
 def lora_checks(model: str, target_modules: list[str] | str) -> Iterator[Finding]:
     """Each LoRA target binds a module; what is left without an adapter is named. Weights are not loaded."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model).get_text_config())
-    linear = [name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)]
-    try:
-        adapted = get_peft_model(base, LoraConfig(r=1, target_modules=target_modules, task_type="CAUSAL_LM"))
-    except ValueError as error:
-        yield "LoRA targets", False, f"{error}\n  way out: correct actor_rollout_ref.model.target_modules"
-        return
-    plain = "base_model.model."
-    bound = {n.removeprefix(plain) for n, m in adapted.named_modules() if hasattr(m, "lora_A")}
-    named = [] if isinstance(target_modules, str) else target_modules
-    unbound = [t for t in named if not any(name.rsplit(".", 1)[-1] == t or name.endswith(t) for name in bound)]
-    head = [name for name in bound if name.rsplit(".", 1)[-1] == "lm_head"]
-    left = sorted({name.rsplit(".", 1)[-1] for name in linear} - {name.rsplit(".", 1)[-1] for name in bound} - {"lm_head"})
-    problems = [f"no module is named {t}" for t in unbound] + [
-        f"{name} would be adapted, which no server applies" for name in head
-    ]
-    found = f"{len(bound)} of {len(linear)} linear modules" + (f"; without an adapter: {', '.join(left)}" if left else "")
-    if problems:
-        found += f": {'; '.join(problems)}\n  way out: correct actor_rollout_ref.model.target_modules"
-    yield "LoRA targets", not problems and bool(bound), found
+    targets = lora_targets(model, target_modules)
+    last = {name.rsplit(".", 1)[-1] for name in targets.bound}
+    left = sorted({name.rsplit(".", 1)[-1] for name in targets.linear} - last - {"lm_head"})
+    found = f"{len(targets.bound)} of {len(targets.linear)} linear modules" + (
+        f"; without an adapter: {', '.join(left)}" if left else ""
+    )
+    if targets.problems:
+        found += f": {'; '.join(targets.problems)}\n  way out: correct actor_rollout_ref.model.target_modules"
+    yield "LoRA targets", not targets.problems and bool(targets.bound), found
 
 
 def pair_check(backend: str) -> Iterator[Finding]:

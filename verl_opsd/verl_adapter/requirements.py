@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
-import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -88,52 +89,6 @@ def check_hardware(config: DictConfig, opsd: OpsdConfig) -> None:
         )
 
 
-def check_ray(config: DictConfig) -> None:
-    """A run starts a Ray cluster of its own, or joins the one that is named; which one, the configuration says.
-
-    Raises:
-        OpsdError: the environment names a cluster that the configuration does not join, or there is none to join, or several.
-    """
-    from ray._private.services import find_gcs_addresses
-    from ray.exceptions import AuthenticationError
-
-    named, joins = os.environ.get("RAY_ADDRESS", ""), OmegaConf.select(config, "ray_kwargs.ray_init.address") is not None
-    if named and not joins:
-        raise OpsdError(
-            f"RAY_ADDRESS={named} and a run that starts its own Ray cluster",
-            "Ray joins the named cluster, and then refuses the sizes that this scale sets for its own",
-            "add +ray=attached to join it, or unset RAY_ADDRESS",
-        )
-    if not joins:
-        return
-    found = {named} if named else set(find_gcs_addresses())
-    host, _, port = next(iter(found), "").rpartition(":")
-    try:
-        if len(found) != 1 or not port.isdigit():
-            raise ConnectionError(f"clusters of this host: {', '.join(sorted(found)) or 'none'}")
-        socket.create_connection((host, int(port)), timeout=5).close()
-        _greet(f"{host}:{port}")
-    except AuthenticationError as error:
-        raise OpsdError(
-            f"+ray=attached: the Ray cluster {host}:{port} wants a token, and this process sends none or another one",
-            "Ray sends its token to a cluster that is named only when it is told to",
-            "set RAY_AUTH_MODE=token; the token is that of ~/.ray/auth_token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH",
-        ) from error
-    except OSError as error:
-        raise OpsdError(
-            f"+ray=attached with RAY_ADDRESS={named}: {error}",
-            "a run joins the one cluster that RAY_ADDRESS=HOST:PORT names, or the only one of this host",
-            "start it (`ray start --head`) and name it, or leave out +ray=attached",
-        ) from error
-
-
-def _greet(address: str) -> None:
-    """Asks a Ray cluster for its identity."""
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]
-
-    GcsClient(address=address)
-
-
 def check_rollout(rollout: DictConfig) -> None:
     """A rollout server of verl's needs its package, the scripted one its script.
 
@@ -208,16 +163,40 @@ def check_model_path(path: str, where: str) -> None:
             ) from error
 
 
+@functools.lru_cache(maxsize=4)
+def tokenizer_of(path: str) -> Any:
+    """The tokenizer of a model, which the launch checks of one process read once."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def check_support(opsd: OpsdConfig, student_path: str) -> None:
+    """A choice among the most probable tokens leaves some out.
+
+    Raises:
+        OpsdError: ``top_k`` of the loss or of the contract is not below the vocabulary.
+    """
+    from transformers import AutoConfig
+
+    size = int(AutoConfig.from_pretrained(student_path).get_text_config().vocab_size)
+    for key, value in (("opsd.loss.top_k", opsd.loss.top_k), ("opsd.contract.top_k", opsd.contract.top_k)):
+        if value is not None and value >= size:
+            raise OpsdError(
+                f"{key}={value}, and the student has a vocabulary of {size}",
+                "the most probable tokens are a part of the vocabulary",
+                "lower it, or take the whole vocabulary: opsd.loss.support=full without top_k, opsd.contract.top_k=-1",
+            )
+
+
 def check_chat(opsd: OpsdConfig, student_path: str) -> None:
     """Conversations can be made and read: what an episode makes of the tokenizer, chat template and tool parser is made once.
 
     Raises:
         OpsdError: see :mod:`verl_opsd.verl_adapter.chat`.
     """
-    from transformers import AutoTokenizer
-
     from verl_opsd.verl_adapter.chat import VerlReplyParser, VerlTokenBuilder, model_type_of
 
-    tokenizer = AutoTokenizer.from_pretrained(student_path)
+    tokenizer = tokenizer_of(student_path)
     VerlTokenBuilder(tokenizer, model_type_of(student_path))
     VerlReplyParser(tokenizer, opsd.contract.tool_parser)

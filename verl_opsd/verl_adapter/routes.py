@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl_opsd.config import OpsdConfig
-from verl_opsd.config_teacher import ModelTeacher
+from verl_opsd.config.teacher import ModelTeacher
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
 

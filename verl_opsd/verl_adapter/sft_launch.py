@@ -11,11 +11,11 @@ import math
 import os
 import sys
 import time
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
@@ -25,10 +25,15 @@ from verl_opsd.corpus.curriculum import Entry, Phase, schedule
 from verl_opsd.corpus.records import read_manifest, read_rows
 from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir, file_hash, write_json
+from verl_opsd.verl_adapter.callback import refusing
+from verl_opsd.verl_adapter.choices import check_choices, require_command
 from verl_opsd.verl_adapter.keys import check_keys
+from verl_opsd.verl_adapter.place import Found, require_writable
 
 #: Seconds that ranks wait for rank 0's files.
 WAIT_S = 300.0
+#: Seconds that rank 0 waits for the others before it gives the directory of a refused run back.
+GATHER_S = 30.0
 DATASET = ("pkg://verl_opsd.verl_adapter.sft_data", "CorpusDataset")
 
 
@@ -73,6 +78,7 @@ def parse(config: DictConfig) -> WarmStartConfig:
     Raises:
         OpsdError: a key that nothing reads, a value out of range, or verl's keys that contradict the section.
     """
+    check_choices(config)
     missing = [str(k) for k in config if OmegaConf.is_missing(config, k)]
     if missing:
         raise OpsdError(
@@ -256,7 +262,7 @@ def _same_corpora(folders: dict[str, Path], manifests: dict[str, dict[str, Any]]
         if m["contract_hashes"]:
             contract = EvalContract.from_dict(m["contract"])
             first = first or contract
-            first.require_same(contract, where, without=TOUCHED)
+            first.require_same(contract, where, without=TOUCHED, mine="the corpora before it")
     return own
 
 
@@ -294,27 +300,55 @@ def _lengths(
 
 
 class WarmStartCallback(Callback):
-    """Hydra's callback of the recipe. Hydra swallows exceptions of callbacks, so every refusal leaves as ``SystemExit(2)``."""
+    """Hydra's callback of the recipe; refusals leave as ``SystemExit(2)``, and the run directory as it was."""
+
+    def __init__(self) -> None:
+        self._found: Found | None = None
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Refuses a wrong entry point, or a run directory that can't be, before Hydra writes into it.
+
+        Raises:
+            SystemExit: 2, after the error was printed.
+        """
+        with refusing():
+            require_command(config, "sft_trainer_engine")
+            require_writable(config.hydra.run.dir, "hydra.run.dir")
+        # ranks of one torchrun write into the same directory; what the others have written already is of this start too
+        started = psutil.Process(os.getppid()).create_time() if "RANK" in os.environ else None
+        self._found = Found.of(Path(config.hydra.run.dir), str(config.hydra.job.name), started=started)
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Refuses a wrong entry point, or a directory that can't be.
+
+        Raises:
+            SystemExit: 2, after the error was printed.
+        """
+        with refusing():
+            require_command(config, "sft_trainer_engine")
+            require_writable(config.hydra.sweep.dir, "hydra.sweep.dir")
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Raises:
-        SystemExit: 2, after the error was printed.
+        """Prepares the run on rank 0; the others wait for it.
+
+        Raises:
+            SystemExit: 2, after the error was printed.
         """
         run, rank, ranks = RunDir.from_env(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        found, self._found = self._found, None
+        if found is None:  # a job of a sweep: Hydra's own files are there already
+            found = Found.of(run.path, "sft_trainer", fresh=True)
         try:
+            with refusing():
+                if rank == 0:
+                    self._start(config, run, ranks)
+                else:
+                    _wait(run, rank, os.environ["OPSD_START"])
+        except SystemExit:
             if rank == 0:
-                self._start(config, run, ranks)
-            else:
-                _wait(run, os.environ["OPSD_START"])
-            return
-        except OpsdError as e:
-            print(f"error: {e}", file=sys.stderr, flush=True)
-        except Exception:
-            traceback.print_exc()
-            print("error: preparing the run failed (traceback above); nothing was started", file=sys.stderr, flush=True)
-        if rank == 0:
-            write_json(run.path / "data" / "start.json", {"start": os.environ["OPSD_START"], "refused": True})
-        raise SystemExit(2)
+                _gather(run, ranks)
+                found.restore(run.path)
+            raise
 
     def _start(self, config: DictConfig, run: RunDir, ranks: int) -> None:
         from verl_opsd.verl_adapter.requirements import require_plugin
@@ -349,7 +383,7 @@ class WarmStartCallback(Callback):
             f"the longest row has {found['longest']} tokens",
             flush=True,
         )
-        write_json(run.path / "data" / "start.json", {"start": os.environ["OPSD_START"], "refused": False})
+        write_json(run.path / "data" / "start.json", {"start": os.environ["OPSD_START"]})
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Names the cause of a failure, and where things are."""
@@ -365,18 +399,32 @@ def _trained_on(run: RunDir) -> dict[str, str] | None:
     return {k: p.read_text() for k, p in files.items()} if all(p.is_file() for p in files.values()) else None
 
 
-def _wait(run: RunDir, start: str) -> None:
+def _waiting(run: RunDir, rank: int) -> Path:
+    return run.path / "data" / f"rank-{rank}"
+
+
+def _gather(run: RunDir, ranks: int) -> None:
+    """Until every other rank waits: none writes into the directory any more. A rank that never comes is not waited for long."""
+    until = time.monotonic() + GATHER_S
+    while time.monotonic() < until and not all(_waiting(run, rank).is_file() for rank in range(1, ranks)):
+        time.sleep(0.1)
+
+
+def _wait(run: RunDir, rank: int, start: str) -> None:
     """Until rank 0 of this very start has prepared the run.
 
     Raises:
         OpsdError: it was refused there, or took too long.
     """
-    path, until = run.path / "data" / "start.json", time.monotonic() + WAIT_S
+    path, here, until = run.path / "data" / "start.json", _waiting(run, rank), time.monotonic() + WAIT_S
+    here.parent.mkdir(parents=True, exist_ok=True)
+    here.touch()
     while time.monotonic() < until:
-        if path.is_file() and (found := json.loads(path.read_text()))["start"] == start:
-            if found["refused"]:
-                raise OpsdError("rank 0 has refused this run", "its error is above", "correct it")
+        if path.is_file() and json.loads(path.read_text())["start"] == start:
+            here.unlink()
             return
+        if not here.is_file():
+            raise OpsdError("rank 0 has refused this run", "its error is above", "correct it")
         time.sleep(0.2)
     raise OpsdError(
         f"no {path} after {WAIT_S:.0f} s", "rank 0 prepares the run", "see its output; set hydra.run.dir on every node"

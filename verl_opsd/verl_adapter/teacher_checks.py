@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 from verl_opsd.config import OpsdConfig
-from verl_opsd.config_teacher import ModelTeacher
+from verl_opsd.config.teacher import ModelTeacher
 from verl_opsd.errors import OpsdError
-from verl_opsd.verl_adapter.requirements import check_model_path
+from verl_opsd.verl_adapter.requirements import check_model_path, tokenizer_of
 from verl_opsd.verl_adapter.routes import models_of
 
 _CHAT = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "yz"}]
@@ -43,9 +43,7 @@ def check_tokens(student_path: str, teacher_path: str, where: str = "opsd.teache
     Raises:
         OpsdError: the first of them that differs, with both values.
     """
-    from transformers import AutoTokenizer
-
-    ours, theirs = (AutoTokenizer.from_pretrained(p) for p in (student_path, teacher_path))
+    ours, theirs = (tokenizer_of(p) for p in (student_path, teacher_path))
     a, b = ours.get_vocab(), theirs.get_vocab()
     different = sorted((k for k in a.keys() | b.keys() if a.get(k) != b.get(k)), key=lambda k: (a.get(k, 1 << 30), k))
     ends = (ours.eos_token_id, theirs.eos_token_id)

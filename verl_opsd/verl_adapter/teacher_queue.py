@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from verl_opsd.config import OpsdConfig
-from verl_opsd.config_teacher import ModelTeacher
+from verl_opsd.config.teacher import ModelTeacher
 from verl_opsd.errors import OpsdError
 from verl_opsd.metering import Sample
 from verl_opsd.paths import cache_dir

@@ -54,8 +54,9 @@ def test_each_job_runs_to_its_end_in_its_own_directory(job):
 
 
 def test_wandb_logs_offline(job):
-    runs = list(job.cwd.glob("**/wandb/offline-run-*/run-*.wandb"))
-    assert len(runs) == len(ANCHORS) and all(p.stat().st_size > 0 for p in runs)
+    runs = [list(run.glob("wandb/offline-run-*/run-*.wandb")) for run in job.directories]
+    assert [len(r) for r in runs] == [1] * len(ANCHORS) and all(p.stat().st_size > 0 for (p,) in runs)
+    assert not (job.cwd / "wandb").exists()
 
 
 def test_the_anchor_starts_at_zero_and_is_part_of_the_loss(job):

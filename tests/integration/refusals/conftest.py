@@ -24,7 +24,7 @@ def leavings() -> set[str]:
 
 @pytest.fixture
 def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
-    """``compose("+recipe=opd", ...)``: verl's configuration with our search path, Hydra's own section included."""
+    """``compose("+recipe=opd", ...)``: verl's configuration with our search path, and Hydra's own section where asked for."""
     import verl  # noqa: F401  loads the plugin
     from hydra import compose as hydra_compose
     from hydra import initialize_config_module
@@ -34,9 +34,9 @@ def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ob
     monkeypatch.setenv("OPSD_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("OPSD_RAY_TMP", str(tmp_path / "ray"))
 
-    def composed(*overrides: str) -> object:
+    def composed(*overrides: str, hydra_section: bool = False) -> object:
         with initialize_config_module("verl.trainer.config", version_base=None):
-            return hydra_compose("ppo_trainer", overrides=list(overrides))
+            return hydra_compose("ppo_trainer", overrides=list(overrides), return_hydra_config=hydra_section)
 
     return composed
 

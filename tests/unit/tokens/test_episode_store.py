@@ -146,7 +146,7 @@ def test_the_fields_that_differ_are_named(tmp_path):
     ours, theirs = EvalContract(step_limit=7), EvalContract(step_limit=8)
     EpisodeStore(tmp_path, ours).write(make_episode(contract=ours.hash))
     other = EpisodeStore(tmp_path, theirs)
-    with pytest.raises(OpsdError, match=r"step_limit: 8 != 7"):
+    with pytest.raises(OpsdError, match=r"step_limit: 7 there, 8 here"):
         other.write(make_episode("second", contract=theirs.hash))
     with pytest.raises(OpsdError, match="opened for contract"):
         other.write(make_episode("third", contract=ours.hash))

@@ -121,9 +121,9 @@ def test_jobs_of_a_sweep_vary_the_declared_field_alone(tmp_path: Path) -> None:
     runs = sweep(tmp_path, base, base, base)
     check_siblings(runs[2], base, None)
     check_siblings(runs[2], other, "step_limit")
-    with pytest.raises(OpsdError, match=r"job 0 of the sweep .*step_limit: 100 != 200"):
+    with pytest.raises(OpsdError, match=r"job 0 of the sweep .*step_limit: 200 there, 100 here"):
         check_siblings(runs[2], other, None)
-    with pytest.raises(OpsdError, match=r"\(temperature: 0.5 != 1.0\)"):
+    with pytest.raises(OpsdError, match=r"\(temperature: 1.0 there, 0.5 here\)"):
         check_siblings(runs[2], both, "step_limit")
 
 

@@ -14,9 +14,9 @@ from ray.exceptions import AuthenticationError
 from verl_opsd.errors import OpsdError
 from verl_opsd.paths import conf_dir
 from verl_opsd.plugin import register_resolvers
-from verl_opsd.verl_adapter import requirements
+from verl_opsd.verl_adapter import cluster
+from verl_opsd.verl_adapter.cluster import check_ray
 from verl_opsd.verl_adapter.keys import check_keys
-from verl_opsd.verl_adapter.requirements import check_ray
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def refuses(address: str) -> None:
 
 def test_a_named_cluster_is_joined_or_refused_and_never_in_silence(composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     greeted: list[str] = []
-    monkeypatch.setattr(requirements, "_greet", greeted.append)
+    monkeypatch.setattr(cluster, "_greet", greeted.append)
     check_ray(composed())
     with pytest.raises(OpsdError, match="clusters of this host: none"):
         check_ray(composed("+ray=attached"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal
 
-from verl_opsd.errors import OpsdError
+from verl_opsd.config.build import refuse
 
 if TYPE_CHECKING:
-    from verl_opsd.config import LossConfig
+    from verl_opsd.config.loss import LossConfig
+
+EXAMPLE = {"path": "MODEL", "url": "http://HOST:8000"}
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def teacher_contradictions(teacher: TeacherConfig, loss: LossConfig) -> None:
     blank, kind = ModelTeacher("blank"), teacher.kind
     models: dict[str, ModelTeacher] = {f"opsd.teacher.members.{k}": m for k, m in teacher.members.items()}
     if (kind == "routed") != bool(models):
-        _refuse(
+        refuse(
             f"opsd.teacher.kind={kind} with members {sorted(teacher.members)}",
             "the routed teacher, and no other, is made of members",
             "name members, e.g. +opsd.teacher.members.NAME={kind: device, path: MODEL, tasks: ['*']}, or remove them",
@@ -93,34 +95,34 @@ def teacher_contradictions(teacher: TeacherConfig, loss: LossConfig) -> None:
             if k not in reads and getattr(m, k) != getattr(blank, k)
         ]
         if ignored:
-            _refuse(
+            refuse(
                 f"{where}.kind={m.kind} with {', '.join(f'{where}.{k}={getattr(m, k)}' for k in ignored)}",
                 f"the {m.kind} teacher reads {', '.join(reads) or 'none of these keys: it is the student, or several models'}",
                 "leave them out, or use teacher=device or teacher=server",
             )
         missing = [k for k in ("path", "url") if k in reads and not getattr(m, k)]
         if missing:
-            _refuse(
+            refuse(
                 f"{where}.kind={m.kind} without {', '.join(f'{where}.{k}' for k in missing)}",
                 f"a {m.kind} teacher is another model",
-                "name it: its path, and a server's url",
+                f"name it: {' '.join(f'{where}.{k}={EXAMPLE[k]}' for k in missing)}",
             )
         if m.devices < 1 or m.requests < 1 or m.ranks < 1 or m.devices % m.ranks:
-            _refuse(
+            refuse(
                 f"{where}.devices={m.devices} ranks={m.ranks} requests={m.requests}",
                 "each is 1 or more, and devices are a multiple of ranks, the devices of one copy of the model",
                 "correct the numbers",
             )
         wanted = "teacher_topk" if not loss.spec().sampled else "full"
         if m.kind == "server" and loss.support != wanted:
-            _refuse(
+            refuse(
                 f"{where}.kind=server with opsd.loss.divergence={loss.divergence} support={loss.support}",
                 "a server gives its most probable tokens and the sampled one, not its whole distribution nor tokens that the student names",
                 f"set opsd.loss.support={wanted}" + (" and opsd.loss.top_k" if wanted == "teacher_topk" else ""),
             )
     for name, member in teacher.members.items():
         if not member.tasks or name in ("student", "initial"):
-            _refuse(
+            refuse(
                 f"opsd.teacher.members.{name} with tasks={list(member.tasks)}",
                 "a member has a name of its own and patterns of the tasks that it teaches",
                 "give patterns of repo/taskN, e.g. tasks: ['pallets_*']",
@@ -131,12 +133,8 @@ def teacher_contradictions(teacher: TeacherConfig, loss: LossConfig) -> None:
     ):
         value = getattr(teacher, name)
         if (value is not None) != (kind == owner) or (kind == owner and not valid):
-            _refuse(
+            refuse(
                 f"opsd.teacher.kind={kind} with opsd.teacher.{name}={value}",
                 f"{name} belongs to the {owner} teacher: decay in [0, 1) an optimizer step, lag in rounds, 1 or more",
                 f"use teacher={owner} opsd.teacher.{name}=NUMBER, or remove the key",
             )
-
-
-def _refuse(what: str, rule: str, way_out: str) -> NoReturn:
-    raise OpsdError(what, rule, way_out)
