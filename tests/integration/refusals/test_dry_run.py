@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import leavings
+from leftovers import leavings
 
 
 def test_a_dry_run_prints_its_estimate_and_leaves_nothing(compose, tmp_path, capsys):
