@@ -99,8 +99,9 @@ def test_jobs_with_one_place_for_their_checkpoints(refused_sweep, tmp_path):
     assert "job 1 of 2" in text and f"trainer.default_local_dir={tmp_path / 'all'}, as in job 0" in text
 
 
-def test_what_is_checked_for_a_sweep_is_not_checked_again(sweep, compose, tmp_path, monkeypatch):
+def test_what_is_checked_for_a_sweep_is_not_checked_again(sweep, tmp_path, monkeypatch):
     """Two jobs of one student: one tokenizer is read, and each job's checks run once; the second job is prepared all the same."""
+    from hydra import compose
     from transformers import AutoTokenizer
 
     from verl_opsd.verl_adapter import launch, requirements
@@ -117,7 +118,7 @@ def test_what_is_checked_for_a_sweep_is_not_checked_again(sweep, compose, tmp_pa
         (run / ".hydra").mkdir(parents=True)
         monkeypatch.setenv("OPSD_RUN_DIR", str(run))
         monkeypatch.setenv("OPSD_RAY_TMP", str(tmp_path / "ray"))
-        callback.on_job_start(compose("+recipe=opd", *SHORT, f"loss={loss}"))
+        callback.on_job_start(compose("ppo_trainer", ["+recipe=opd", *SHORT, f"loss={loss}"]))
         callback._unwatch(started=False)
         assert (run / "meta.json").is_file() and (run / "data" / "train.parquet").is_file()
     assert len(checked) == 2 and len(read) == 1
