@@ -30,7 +30,7 @@ def check_ray(config: DictConfig) -> None:
         return
     address = _answering(named, str(address))
     sizes = [k for k in OF_A_NEW_ONE if given.get(k) is not None]
-    run = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars.OPSD_RUN_DIR")
+    run = ((config.ray_kwargs.ray_init.get("runtime_env") or {}).get("env_vars") or {}).get("OPSD_RUN_DIR")
     if sizes or run != os.environ["OPSD_RUN_DIR"]:
         what = f"ray_kwargs.ray_init.{{{', '.join(sizes)}}}" if sizes else f"runtime_env.env_vars.OPSD_RUN_DIR={run}"
         raise OpsdError(
