@@ -65,22 +65,18 @@ def _options(group: str) -> list[str]:
 
 def _check_arm(config: DictConfig, arm: str, chosen: dict[str, Any]) -> None:
     groups, values = _contents(conf_dir() / "arm" / f"{arm}.yaml")
-    for group, name in groups.items():
-        values[f"opsd.{group}.{IDENTITY[group]}"] = name
-        if chosen.get(group) != name:
-            raise _other(arm, f"{group}={chosen.get(group)}", f"{group}={name}")
-    for key, value in values.items():
+    keys = {f"opsd.{group}.{IDENTITY[group]}": group for group in groups}
+    for key, own in (values | {key: groups[group] for key, group in keys.items()}).items():
         given = OmegaConf.select(config, key)
-        if given != value:
-            raise _other(arm, f"{key}={given}", f"{key}={value}")
-
-
-def _other(arm: str, given: str, own: str) -> OpsdError:
-    return OpsdError(
-        f"+arm={arm} with {given}",
-        f"the arm {arm} is {own}: the run would be called something that it is not",
-        f"leave {given.split('=')[0]} out, or the arm",
-    )
+        if given == own:
+            continue
+        group = keys.get(key)
+        name = group if group is not None and chosen.get(group) == given else key
+        raise OpsdError(
+            f"+arm={arm} with {name}={given}",
+            f"the arm {arm} is {key}={own}: the run would be called something that it is not",
+            f"leave {name} out, or the arm",
+        )
 
 
 def _contents(path: Path) -> tuple[dict[str, str], dict[str, Any]]:

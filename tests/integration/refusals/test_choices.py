@@ -37,13 +37,14 @@ def broken(call, *words: str) -> OpsdError:
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_arm_that_is_taken_apart(parsed, arm):
-    """With another brief as a group or as a key; with another teacher where the arm names one. As it is, it parses."""
+    """With another brief as a group or as a key; with another teacher as a key where the arm names one. As it is, it parses."""
     own = parsed("+recipe=opd", f"+arm={arm}").brief.name
     other = "peer_spec" if own != "peer_spec" else "none"
     for override in (f"brief={other}", f"opsd.brief.name={other}"):
         broken(lambda o=override: parsed("+recipe=opd", f"+arm={arm}", o), f"+arm={arm}", override, own)
     if arm in ("identity", "sft"):
-        broken(lambda: parsed("+recipe=opd", f"+arm={arm}", "teacher=frozen"), f"+arm={arm}", "teacher=frozen", "self")
+        key = "opsd.teacher.kind=frozen"
+        broken(lambda: parsed("+recipe=opd", f"+arm={arm}", key), f"+arm={arm}", key, "self")
     parsed("+recipe=opd", f"+arm={arm}", "opsd.brief.placement=last_user")
 
 
