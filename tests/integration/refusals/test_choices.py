@@ -176,8 +176,10 @@ def test_a_cluster_that_does_not_answer(refused, address):
 
 
 def test_a_cluster_is_not_asked_for_what_a_new_one_takes(refused, compose, monkeypatch):
+    from verl_opsd.verl_adapter import cluster
     from verl_opsd.verl_adapter.cluster import OF_A_NEW_ONE, check_ray
 
+    monkeypatch.setattr(cluster, "_greet", lambda address: None)
     with socket.socket() as head:
         head.bind(("127.0.0.1", 0))
         head.listen()
