@@ -70,7 +70,7 @@ def test_a_named_cluster_is_joined_or_refused_and_never_in_silence(composed: Any
         check_ray(composed("+ray=attached"))
         assert greeted == [address]
         with monkeypatch.context() as patch, pytest.raises(OpsdError, match="set RAY_AUTH_MODE=token"):
-            patch.setattr(requirements, "_greet", refuses)
+            patch.setattr(cluster, "_greet", refuses)
             check_ray(composed("+ray=attached"))
         with pytest.raises(OpsdError, match=r"add \+ray=attached"):
             check_ray(composed())
