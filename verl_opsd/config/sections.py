@@ -100,7 +100,7 @@ class SandboxConfig:
 
     Attributes:
         allow_unsafe: permits ``process``, which isolates nothing.
-        graders: processes that grade, of each agent-loop worker; null: one for each pair at once, at most half of the processors.
+        graders: processes that grade, of each agent-loop worker; null: one for each pair at once, at most one a processor.
     """
 
     backend: Literal["bubblewrap", "process", "docker"] = "bubblewrap"

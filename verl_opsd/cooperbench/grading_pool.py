@@ -111,8 +111,8 @@ class GradingPool:
 
     @staticmethod
     def size(pairs: int, graders: int | None = None) -> int:
-        """Processes for ``pairs`` at once: ``graders``, or at most half of the processors, since agents' commands need the others."""
-        return graders or min(pairs, max(1, (os.cpu_count() or 1) // 2))
+        """Processes for ``pairs`` at once: ``graders``, or one for each pair, at most one for each processor."""
+        return graders or min(pairs, os.cpu_count() or 1)
 
     async def grade(
         self,
