@@ -17,6 +17,8 @@ from verl_opsd.paths import cache_dir
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[3]
+#: The actors read a brief of their own, which is taken out before training.
+HINT = ("opsd.actor_brief.name=shared_backlog", "opsd.actor_brief.where=train")
 
 
 def run(folder: Path, teacher: Path, *overrides: str) -> tuple[dict[str, dict], np.lib.npyio.NpzFile]:
@@ -40,7 +42,8 @@ def stage(folder: Path, name: str) -> Any:
 
 def test_teacher_of_another_size(tmp_path: Path) -> None:
     teacher = make_tiny(tmp_path / "teacher", seed=5, hidden_size=96)
-    gates, values = run(tmp_path / "run", teacher, "opsd.loss.anchor=0.5")
+    gates, values = run(tmp_path / "run", teacher, "opsd.loss.anchor=0.5", *HINT)
+    assert gates["hint_copied"]["value"] == 0 and "shared_backlog" in gates["hint_copied"]["detail"]
     scored = stage(tmp_path / "run", "score")
     assert gates["teacher_gap"]["value"] > 1e-2 and gates["teacher_pull"]["value"] > 1e-2
     assert "device_identity" not in gates
