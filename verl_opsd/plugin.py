@@ -76,8 +76,10 @@ def _scale_from_hardware() -> str:
     return "local" if n == 0 else "gpu1" if n == 1 else "gpu2" if n < 8 else "gpu8"
 
 
-def _ray_environment() -> dict[str, dict[str, str]]:
-    return {"env_vars": {k: v for k, v in sorted(os.environ.items()) if k.startswith(FORWARDED)}}
+def _ray_environment() -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.create({"env_vars": {k: v for k, v in sorted(os.environ.items()) if k.startswith(FORWARDED)}})
 
 
 @functools.cache

@@ -48,6 +48,9 @@ def test_a_run_that_joins_brings_no_sizes_and_hands_its_environment_on(composed:
     ).env_vars
     plain = OmegaConf.to_container(variables)
     assert plain["OPSD_RUN_DIR"] == "run" and plain["NCCL_DEBUG"] == "WARN" and "UNRELATED" not in plain
+    whole = OmegaConf.masked_copy(config, "ray_kwargs")
+    OmegaConf.resolve(whole)  # as verl's own validation and its TaskRunner do
+    assert whole.ray_kwargs.ray_init.runtime_env.env_vars.OPSD_RUN_DIR == "run"
     own = composed().ray_kwargs.ray_init
     assert own.num_gpus == 1 and own.get("address") is None
 
