@@ -146,7 +146,7 @@ class Passes:
         if mixture == REVERSE_KL:
             pull_CV = p_CV * (difference_CV - difference_CV.gather(1, at_C1))
         else:
-            pull_CV = (pull_CV - p_CV * (pull_CV.gather(1, at_C1) / p_CV.gather(1, at_C1))).scatter_(1, at_C1, 0.0)
+            pull_CV = pull_CV - p_CV * (pull_CV.gather(1, at_C1) / p_CV.gather(1, at_C1))
         self._p_CV, self._pull_CV = p_CV, pull_CV
 
     def grad(self, coef_C: Tensor, dtype: torch.dtype) -> Tensor:

@@ -90,6 +90,16 @@ def case_parity_full_tied() -> dict:
     return _parity("tied", False)
 
 
+def case_cuts() -> dict:
+    """Eight rows in micro-batches of 1, 2, 4, 8 (where a rank has so many), and dynamic ones."""
+    engine, student, rows = build("untied"), reference_model(f"{MODELS}/untied", True), all_rows(8)
+    copy_into(student, engine)
+    want = eager(student, None, rows, True)
+    sizes = [n for n in (1, 2, 4, 8) if n <= 8 // WORLD]
+    out = {f"micro{n}": compare(one_step(engine, batch(mine(rows), micro=n), ADAPTER), want) for n in sizes}
+    return out | {"dynamic": compare(one_step(engine, batch(mine(rows), dynamic=True), ADAPTER), want, ordered=False)}
+
+
 def case_anchor() -> dict:
     engine = build("untied")
     rows = all_rows()

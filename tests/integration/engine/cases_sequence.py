@@ -80,6 +80,10 @@ def case_sequence_parallel() -> dict:
     out["blind"] = _check_of_blind_attention(engine)
     student = reference_model(f"{MODELS}/untied", True)
     copy_into(student, engine)
+    eight = all_rows(8)
+    want = eager(student, None, eight, True)
+    out["cuts"] = {f"micro{n}": compare(_step(engine, ADAPTER, eight, micro=n), want) for n in (1, 2, 4, 8)}
+    out["cuts"]["dynamic"] = compare(_step(engine, ADAPTER, eight, dynamic=True), want, ordered=False)
     want, kept = kept_reference(student, all_rows())
     out["kept"] = compare(_step(engine, kept, all_rows(), micro=1), want)
     rewarded = OpsdLoss(chunk=5, task_reward=PpoClip())
