@@ -118,7 +118,13 @@ async def warm_up(client: httpx.AsyncClient, model: str, contract: EvalContract)
     from cooperbench.agents.mini_swe_agent_v2.models.utils.actions_toolcall import BASH_TOOL
 
     listed = await client.get("models", timeout=60)
-    served = {m["id"]: m for m in listed.json()["data"]} if listed.status_code == 200 else {}
+    if listed.status_code != 200:
+        raise OpsdError(
+            f"{listed.url}: status {listed.status_code}: {listed.text[:200]}",
+            "an endpoint lists its models and their limits",
+            "correct the address or the key, or read the server's log",
+        )
+    served = {m["id"]: m for m in listed.json()["data"]}
     if model not in served:
         raise OpsdError(f"{client.base_url} serves {sorted(served)}", f"--model {model} is one of them", "name a served model")
     limit = served[model].get("max_model_len")
