@@ -105,7 +105,11 @@ def _port() -> str:
 
 
 def _student_path(kind: str) -> str:
-    """Folder of the embedded student ``tiny`` or ``smollm``; made by the launch checks."""
+    """Folder of the embedded student ``tiny``, ``warm`` or ``smollm``; what is not shipped is made by the launch checks."""
+    if kind == "warm":
+        from verl_opsd.models.tiny import WARM
+
+        return str(WARM)
     if kind == "tiny":
         from verl_opsd.models.tiny import tiny_path
 

@@ -160,7 +160,7 @@ def model(args: argparse.Namespace) -> Iterator[tuple[str, bool | None, str]]:
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", words)
     section: Any = OmegaConf.to_container(config.opsd, resolve=True)
-    opsd = OpsdConfig.parse(section | {"student": args.model if args.model in ("tiny", "smollm") else ""})
+    opsd = OpsdConfig.parse(section | {"student": args.model if args.model in ("tiny", "warm", "smollm") else ""})
     path = _student_path(args.model) if opsd.student else args.model
     ensure_student(opsd, path)
     targets = config.actor_rollout_ref.model.target_modules

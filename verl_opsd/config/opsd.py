@@ -52,7 +52,7 @@ class OpsdConfig:
     actor_brief: ActorBriefConfig = field(default_factory=ActorBriefConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     canary: CanaryConfig = field(default_factory=CanaryConfig)
-    student: Literal["", "tiny", "smollm"] = ""
+    student: Literal["", "tiny", "warm", "smollm"] = ""
     corpus: str | None = None
     varies: str | None = None
     threads: int | None = None

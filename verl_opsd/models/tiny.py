@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 #: Tokens of the chat format that stay visible in decoded text, as in Qwen3's tokenizer.
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _HERE = Path(__file__).parent
+#: The tiny student after a warm start, ready to load; how it was made stands in its README.md.
+WARM = _HERE / "warm"
 _FORMAT = "1"
 
 
@@ -36,22 +39,36 @@ def chat_template() -> str:
     return (_HERE / "chatml.jinja").read_text(encoding="utf-8")
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Trains the tokenizer: exactly `VOCAB` ids, special tokens first, markup tokens last."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+def make_tokenizer(
+    texts: Sequence[str] | None = None, vocab: int = VOCAB, phrase: int | None = None
+) -> PreTrainedTokenizerFast:
+    """Trains a tokenizer: exactly ``vocab`` ids, special tokens first, markup tokens last.
+
+    Args:
+        texts: what it is trained on; None: the corpus beside this file and the chat template.
+        phrase: the longest token in bytes, which may then hold several words, but nothing of a
+            turn's header; None: no token crosses a word.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=phrase is None)
+    # A phrase never reaches into a turn's header: the role's name and its line break are tokens of their own.
+    roles = r"\A(?:system|user|assistant)"
+    header = [pre_tokenizers.Split(Regex(roles + end), "isolated") for end in (r"\n", r"(?=\n\z)")]
+    bpe.pre_tokenizer = in_bytes if phrase is None else pre_tokenizers.Sequence([*header, in_bytes])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB - len(MARKUP),
+        vocab_size=vocab - len(MARKUP),
         special_tokens=[PAD, TURN_START, TURN_END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
+        max_token_length=phrase,
     )
-    corpus = (_HERE / "corpus.txt").read_text(encoding="utf-8")
-    bpe.train_from_iterator([corpus, chat_template()], trainer)
+    if texts is None:
+        texts = [(_HERE / "corpus.txt").read_text(encoding="utf-8"), chat_template()]
+    bpe.train_from_iterator(texts, trainer)
     bpe.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKUP])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -62,25 +79,36 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = chat_template()
-    if len(tokenizer) != VOCAB:
-        raise OpsdError(f"the tokenizer has {len(tokenizer)} tokens", f"it has exactly {VOCAB}", "restore models/corpus.txt")
+    if len(tokenizer) != vocab:
+        raise OpsdError(
+            f"the tokenizer has {len(tokenizer)} tokens",
+            f"it has exactly {vocab}",
+            "restore models/corpus.txt, or give more texts",
+        )
     return tokenizer
 
 
-def make_tiny(path: Path | str, seed: int = 0, hidden_size: int = 64, layers: int = 2) -> Path:
+def make_tiny(
+    path: Path | str,
+    seed: int = 0,
+    hidden_size: int = 64,
+    layers: int = 2,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+) -> Path:
     """Writes a tiny Qwen3 model (fp32, tied embeddings, 16384 positions) with its tokenizer.
 
     Args:
         path: folder that must not exist yet; it appears complete or not at all.
         seed: of the weights.
         hidden_size, layers: size of the model.
+        tokenizer: None: that of :func:`make_tokenizer`.
 
     Returns:
         The folder.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer or make_tokenizer()
     config = Qwen3Config(
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -187,7 +215,7 @@ def publish_folder(build: Path, path: Path) -> Path:
 
 def _common(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return {
-        "vocab_size": VOCAB,
+        "vocab_size": len(tokenizer),
         "max_position_embeddings": 16384,
         "tie_word_embeddings": True,
         "bos_token_id": None,

@@ -116,20 +116,20 @@ def check_rollout(rollout: DictConfig) -> None:
         Script.load(OmegaConf.select(rollout, "engine_kwargs.opsd.script"))
 
 
+def ensure_embedded(kind: str) -> Path | None:
+    """The folder of an embedded student, made if it is not there; None for no kind."""
+    from verl_opsd.models import smollm, tiny
+
+    made = {"tiny": tiny.ensure_tiny, "warm": lambda _: tiny.WARM, "smollm": smollm.ensure_smollm}
+    return made[kind](cache_dir() / "models") if kind else None
+
+
 def ensure_student(opsd: OpsdConfig, path: str) -> None:
     """Makes the embedded student where the scale asks for one; otherwise the path must exist or be a hub name."""
-    if opsd.student == "tiny":
-        from verl_opsd.models.tiny import ensure_tiny
-
-        made = ensure_tiny(cache_dir() / "models")
-    elif opsd.student == "smollm":
-        from verl_opsd.models.smollm import ensure_smollm
-
-        made = ensure_smollm(cache_dir() / "models")
-    else:
+    made = ensure_embedded(opsd.student)
+    if made is None:
         check_model_path(path, "actor_rollout_ref.model.path")
-        return
-    if Path(made) != Path(path) and not Path(path, "config.json").is_file():
+    elif Path(made) != Path(path) and not Path(path, "config.json").is_file():
         raise OpsdError(
             f"actor_rollout_ref.model.path={path} does not exist",
             f"the scale's embedded student is {made}; another student must be a folder in Hugging Face layout",

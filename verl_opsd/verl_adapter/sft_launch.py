@@ -67,7 +67,7 @@ class WarmStartConfig:
     scale: Literal["local", "smollm", "gpu1", "gpu2", "gpu8"]
     corpora: dict[str, str]
     phases: dict[str, PhaseConfig]
-    student: Literal["", "tiny", "smollm"] = ""
+    student: Literal["", "tiny", "warm", "smollm"] = ""
     seed: int = 0
     sft: SftConfig = field(default_factory=SftConfig)
 
@@ -217,17 +217,9 @@ def prepare(config: DictConfig, run: RunDir, ranks: int) -> dict[str, Any]:
 
 
 def _model(opsd: WarmStartConfig, path: str) -> None:
-    from verl_opsd.paths import cache_dir
-    from verl_opsd.verl_adapter.requirements import check_model_path
+    from verl_opsd.verl_adapter.requirements import check_model_path, ensure_embedded
 
-    if opsd.student == "tiny":
-        from verl_opsd.models.tiny import ensure_tiny
-
-        ensure_tiny(cache_dir() / "models")
-    elif opsd.student == "smollm":
-        from verl_opsd.models.smollm import ensure_smollm
-
-        ensure_smollm(cache_dir() / "models")
+    ensure_embedded(opsd.student)
     check_model_path(path, "model.path")
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
-from verl_opsd.models.tiny import ensure_tiny, make_tiny
-from verl_opsd.paths import cache_dir
+from verl_opsd.models.tiny import WARM, make_tiny
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[3]
@@ -41,7 +41,7 @@ def stage(folder: Path, name: str) -> Any:
 
 
 def test_teacher_of_another_size(tmp_path: Path) -> None:
-    teacher = make_tiny(tmp_path / "teacher", seed=5, hidden_size=96)
+    teacher = make_tiny(tmp_path / "teacher", seed=5, hidden_size=64, tokenizer=AutoTokenizer.from_pretrained(WARM))
     gates, values = run(tmp_path / "run", teacher, "opsd.loss.anchor=0.5", *HINT)
     assert gates["hint_copied"]["value"] == 0 and "shared_backlog" in gates["hint_copied"]["detail"]
     scored = stage(tmp_path / "run", "score")
@@ -59,7 +59,7 @@ def test_teacher_of_another_size(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_identical_device_teacher(tmp_path: Path) -> None:
-    gates, values = run(tmp_path / "run", ensure_tiny(cache_dir() / "models"), "brief=none", "opsd.teacher.devices=2")
+    gates, values = run(tmp_path / "run", WARM, "brief=none", "opsd.teacher.devices=2")
     assert gates["device_identity"]["value"] <= 1e-6 == gates["device_identity"]["threshold"]
     assert gates["teacher_pull"]["value"] <= 1e-6
     assert values["divergence"].size > 0 and values["divergence"].mean() <= 1e-6

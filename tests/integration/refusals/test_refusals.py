@@ -286,9 +286,9 @@ def test_task_whose_base_passes_already(refused, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def student() -> Path:
-    from verl_opsd.models.tiny import ensure_tiny
+    from verl_opsd.models.tiny import WARM
 
-    return Path(ensure_tiny(cache_dir() / "models"))
+    return WARM
 
 
 def edited_tokenizer(student: Path, target: Path, change) -> Path:

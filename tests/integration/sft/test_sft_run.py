@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from verl_opsd.corpus.records import CORPUS_SCHEMA, CorpusRow, read_rows, write_rows
 from verl_opsd.models.export import whole_weights
-from verl_opsd.models.tiny import ensure_tiny, make_tokenizer
-from verl_opsd.paths import cache_dir
+from verl_opsd.models.tiny import WARM
 from verl_opsd.rundir import file_hash, write_json
 from verl_opsd.teachers.cache import tokenizer_hash
 
@@ -42,7 +42,6 @@ def row(i: int) -> CorpusRow:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    ensure_tiny(cache_dir() / "models")
     path = tmp_path_factory.mktemp("corpus")
     files = {}
     for split, start, n in (("train", 0, 7), ("validation", 50, 3)):
@@ -52,7 +51,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path / "corpus.json",
         {
             "schema": CORPUS_SCHEMA,
-            "tokenizer": tokenizer_hash(make_tokenizer()),
+            "tokenizer": tokenizer_hash(AutoTokenizer.from_pretrained(WARM)),
             "files": files,
             "contract": {},
             "contract_hashes": [],

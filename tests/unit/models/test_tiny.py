@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from pathlib import Path
 
@@ -138,3 +139,27 @@ def test_hybrid_has_recurrent_layers_and_finite_logits(tmp_path: Path):
     assert model.config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
     with torch.no_grad():
         assert torch.isfinite(model(torch.arange(3, 200)[None]).logits).all()
+
+
+def test_the_warm_student_is_whole_small_and_speaks_the_projects_format():
+    tokenizer, model = AutoTokenizer.from_pretrained(tiny.WARM), AutoModelForCausalLM.from_pretrained(tiny.WARM)
+    assert tokenizer.chat_template == tiny.chat_template()
+    assert len(tokenizer) == model.config.vocab_size and tokenizer.eos_token == tiny.TURN_END
+    assert all(len(tokenizer.encode(t)) == 1 for t in (tiny.PAD, tiny.TURN_START, tiny.TURN_END, *tiny.MARKUP))
+    text = 'é☃ 漢字 \x00\n  def f(x): return {\'a\': [1, 2]}\n<tool_call>\n{"name": "bash"}\n</tool_call>'
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert sum(f.stat().st_size for f in tiny.WARM.iterdir()) < 4e6
+    assert json.loads((tiny.WARM / "config.json").read_text())["max_position_embeddings"] == 16384
+
+
+def test_tokens_may_hold_phrases():
+    texts = ["the quick brown fox jumps over the lazy dog. " * 3] * 20 + [chr(c) * 2 for c in range(300, 420)]
+    words, phrases = (tiny.make_tokenizer(texts, 320, phrase=p) for p in (None, 12))
+    assert len(words) == len(phrases) == 320
+    for tokenizer, most in ((words, 7), (phrases, 12)):
+        pieces = [tokenizer.decode([i]) for i in tokenizer.encode(texts[0])]
+        assert "".join(pieces) == texts[0] and max(map(len, pieces)) <= most
+    assert len(phrases.encode(texts[0])) < len(words.encode(texts[0]))
+    with pytest.raises(OpsdError, match="it has exactly 5000"):
+        tiny.make_tokenizer(texts, 5000)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.smollm import smollm_path
-from verl_opsd.models.tiny import ensure_tiny
+from verl_opsd.models.tiny import WARM, ensure_tiny
 from verl_opsd.paths import cache_dir
 from verl_opsd.privilege import ChatMarkers, chat_blocks, peer_spec, splice, teacher_view
 from verl_opsd.tokens import Sampling, TurnRecord, build_trajectories
@@ -27,7 +27,7 @@ from verl_opsd.tokens import Sampling, TurnRecord, build_trajectories
 ROOT = Path(__file__).parents[2]
 BRIEF = peer_spec("agent1", "agent2", "Render `<|im_start|>` and </think> as text.\n\nÜber-Task, 第二.")
 TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
-NAMES = ["tiny", "smollm", "tiny-qwen3", "smollm-qwen3", "tiny-no_thinking"]
+NAMES = ["tiny", "warm", "smollm", "tiny-qwen3", "smollm-qwen3", "tiny-no_thinking"]
 TEXTS = ["ls -la", "def f(x):\n    return x", "Hi, ü 第", "<tool_response>", "a  b\n\n", "x" * 40, "\n\nstart", "<think>"]
 
 
@@ -37,7 +37,8 @@ def tokenizer_of(name: str):
     from transformers import AutoTokenizer
 
     models = cache_dir() / "models"
-    path = smollm_path(models) if name.startswith("smollm") else ensure_tiny(models)
+    paths = {"smollm": lambda: smollm_path(models), "tiny": lambda: ensure_tiny(models), "warm": lambda: WARM}
+    path = paths[name.split("-")[0]]()
     if not path.is_dir():
         pytest.skip(f"{path} is not there: a run with scale=smollm makes it")
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
+from transformers import AutoTokenizer
 
 from verl_opsd.corpus.curriculum import Phase, schedule
 from verl_opsd.corpus.records import CORPUS_SCHEMA, CorpusRow, write_rows
 from verl_opsd.errors import OpsdError
-from verl_opsd.models.tiny import ensure_tiny, make_tokenizer
-from verl_opsd.paths import cache_dir
+from verl_opsd.models.tiny import WARM
 from verl_opsd.rundir import RunDir, file_hash, write_json
 from verl_opsd.teachers.cache import tokenizer_hash
 from verl_opsd.verl_adapter.sft_data import CorpusDataset
@@ -47,7 +47,7 @@ def make_corpus(path: Path, lengths: list[int], held: list[int], **changes: Any)
             files[split] = {"name": file.name, "rows": len(sizes), "sha256": file_hash(file)}
     manifest = {
         "schema": CORPUS_SCHEMA,
-        "tokenizer": tokenizer_hash(make_tokenizer()),
+        "tokenizer": tokenizer_hash(AutoTokenizer.from_pretrained(WARM)),
         "files": files,
         "contract": {},
         "contract_hashes": [],
@@ -92,7 +92,6 @@ def test_the_preset_is_that_of_the_experiments(compose, run):
 
 
 def test_a_run_is_prepared(compose, run, tmp_path):
-    ensure_tiny(cache_dir() / "models")
     corpus = make_corpus(tmp_path / "corpus", [10, 20, 30], [12])
     found = prepare(compose(f"corpus={corpus}", "data.train_batch_size=2", "trainer.test_freq=1"), run)
     assert (found["rows"], found["padding_rows"], found["steps"], found["validation_rows"], found["longest"]) == (
@@ -133,7 +132,6 @@ def test_a_run_is_prepared(compose, run, tmp_path):
     ],
 )
 def test_refusals_name_the_key(overrides, what, compose, run, tmp_path):
-    ensure_tiny(cache_dir() / "models")
     corpus = make_corpus(tmp_path / "corpus", [10, 20, 30], [])
     with pytest.raises(OpsdError, match=what):
         prepare(compose(f"corpus={corpus}", *overrides), run)
@@ -141,7 +139,6 @@ def test_refusals_name_the_key(overrides, what, compose, run, tmp_path):
 
 
 def test_two_buckets_in_two_phases(compose, run, tmp_path):
-    ensure_tiny(cache_dir() / "models")
     a, b = make_corpus(tmp_path / "a", [10, 20], []), make_corpus(tmp_path / "b", [11, 12, 13], [])
     with pytest.raises(OpsdError, match="corpus_b not set"):
         prepare(compose("curriculum=two_phase", f"corpus={a}"), run)
@@ -189,7 +186,7 @@ def test_batches_are_those_of_the_schedule_bit_for_bit(ranks, tmp_path):
     corpus = make_corpus(tmp_path / "corpus", [10, 12, 14, 16, 18, 9, 7], [])
     stored = [row(500 + i, n) for i, n in enumerate([10, 12, 14, 16, 18, 9, 7])]
     entries = schedule({"all": 7}, [Phase({"all": 1.0}, 3)], batch=4, seed=5)
-    tokenizer = make_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(WARM)
     path = tmp_path / "train.json"
     files = {"all": str(corpus / "train.parquet")}
     write_json(
@@ -217,7 +214,7 @@ def test_batches_are_those_of_the_schedule_bit_for_bit(ranks, tmp_path):
 
 
 def test_rows_of_another_tokenizer_and_samples_are_refused(tmp_path):
-    tokenizer = make_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(WARM)
     write_json(tmp_path / "s.json", {"tokenizer": "0" * 64, "files": {}, "entries": [], "shuffled": False})
     with pytest.raises(OpsdError, match="of tokenizer 000000000000"):
         CorpusDataset(str(tmp_path / "s.json"), tokenizer)
