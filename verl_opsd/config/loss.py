@@ -95,8 +95,6 @@ class LossConfig:
         weights: list[Weight] = []
         if self.threshold is not None and self.threshold.taken == "current":
             weights.append(Threshold(self.threshold.above))
-        if self.gate is not None:
-            weights.append(SurprisalGate(self.gate.kappa, self.gate.gamma))
         if self.clip is not None:
             if not self.clip > 0:
                 raise OpsdError(f"opsd.loss.clip={self.clip}", "a clip is above 0", "raise it, or leave it out (null)")
@@ -104,8 +102,10 @@ class LossConfig:
         if self.trust is not None and len(self.trust) != 2:
             raise OpsdError(f"opsd.loss.trust={list(self.trust)}", "a range has two ends", "give [lowest, highest] ratio")
         trust = None if self.trust is None else (self.trust[0], self.trust[1])
-        parameters = (self.beta, self.skew, self.support, self.top_k, tuple(weights), trust, self.max_log_ratio)
         try:
+            if self.gate is not None:
+                weights.append(SurprisalGate(self.gate.kappa, self.gate.gamma))
+            parameters = (self.beta, self.skew, self.support, self.top_k, tuple(weights), trust, self.max_log_ratio)
             return LossSpec(self.divergence, *parameters)
         except OpsdError as error:
             way_out = "correct these keys of opsd.loss, or choose another loss=..., which sets those that belong together"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl_opsd.config import OpsdConfig
 from verl_opsd.errors import OpsdError
@@ -32,6 +32,9 @@ COUNTS = {
 }
 #: Folders that verl writes into.
 WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
+#: Names that verl takes for a dtype of FSDP, and for a part of a checkpoint.
+DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
+CONTENTS = ("model", "optimizer", "extra", "hf_model")
 #: Keys of a kind, each with what it must be.
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "actor_rollout_ref.actor.optim.lr": ("a number above 0", lambda v: _number(v) and 0 < v < math.inf),
@@ -42,6 +45,31 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "actor_rollout_ref.model.lora_rank": ("a whole number, 0 for full-parameter training", lambda v: type(v) is int and v >= 0),
     "actor_rollout_ref.model.lora_alpha": ("a number above 0", lambda v: _number(v) and v > 0),
+    **{
+        f"actor_rollout_ref.actor.fsdp_config.{key}": (f"one of {', '.join(DTYPES)}", lambda v: v is None or v in DTYPES)
+        for key in ("model_dtype", "dtype", *(f"mixed_precision.{k}_dtype" for k in ("param", "reduce", "buffer")))
+    },
+    **{
+        f"actor_rollout_ref.actor.checkpoint.{key}": (
+            f"a list of {', '.join(CONTENTS)}",
+            lambda v: isinstance(v, ListConfig) and set(v) <= set(CONTENTS),
+        )
+        for key in ("save_contents", "load_contents")
+    },
+    "actor_rollout_ref.actor.optim.weight_decay": ("a number of at least 0", lambda v: _number(v) and 0 <= v < math.inf),
+    "actor_rollout_ref.actor.optim.betas": (
+        "two numbers from 0 to below 1",
+        lambda v: isinstance(v, ListConfig) and len(v) == 2 and all(_number(b) and 0 <= b < 1 for b in v),
+    ),
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": ("constant or cosine", lambda v: v in ("constant", "cosine")),
+    "actor_rollout_ref.rollout.gpu_memory_utilization": ("a share above 0, at most 1", lambda v: _number(v) and 0 < v <= 1),
+    "data.seed": ("a whole number, or null", lambda v: v is None or type(v) is int),
+    "trainer.max_actor_ckpt_to_keep": (
+        "a whole number above 0, or null for all",
+        lambda v: v is None or (type(v) is int and v > 0),
+    ),
+    "trainer.project_name": ("a name", lambda v: isinstance(v, str) and bool(v)),
+    "trainer.experiment_name": ("a name", lambda v: isinstance(v, str) and bool(v)),
     "trainer.resume_mode": ("auto, disable or resume_path", lambda v: v in ("auto", "disable", "resume_path")),
 }
 #: What a group sets; given by itself it would be a label that nothing follows.
@@ -249,6 +277,13 @@ def _check_lengths(config: DictConfig, opsd: OpsdConfig) -> None:
                 "the contract says how long a prompt and a reply may be together",
                 f"leave data.{key} out and set opsd.contract.context_length",
             )
+    if config.actor_rollout_ref.rollout.max_model_len != context:
+        raise OpsdError(
+            f"actor_rollout_ref.rollout.max_model_len={config.actor_rollout_ref.rollout.max_model_len} with "
+            f"opsd.contract.context_length={context}",
+            "a server takes the tokens that the contract permits",
+            "leave rollout.max_model_len out and set opsd.contract.context_length",
+        )
     if opsd.mode == "online" and each is not None and each > batch:
         raise OpsdError(
             f"opsd.loss.episodes_per_update={each} with data.train_batch_size={batch}",
@@ -295,6 +330,13 @@ def _check_counts(config: DictConfig, opsd: OpsdConfig) -> None:
             f"{ranks} ranks of the student with data.train_batch_size={batch}, ulysses_sequence_parallel_size={sequence}",
             "verl wants a batch that is a multiple of the ranks, and ranks that are a multiple of those of a sequence",
             "change data.train_batch_size, trainer.n_gpus_per_node or actor.ulysses_sequence_parallel_size",
+        )
+    size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
+    if type(size) is not int or (size != -1 and (size < 1 or (ranks > 0 and ranks % size))):
+        raise OpsdError(
+            f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} with {ranks} ranks of the student",
+            "a group of ranks that shards the weights divides the ranks",
+            "leave it at -1: all ranks",
         )
 
 

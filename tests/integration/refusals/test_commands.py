@@ -66,7 +66,7 @@ def test_a_recipe_under_another_entry_point_names_its_own(train):
 
 def test_sweep_whose_second_value_is_bad_does_not_start_the_first(train):
     done = train("-m", "+recipe=opd", "opsd.loss.anchor=0.0,-1.0")
-    assert done.returncode == 2 and "job 1 of 2 (opsd.loss.anchor=-1.0): opsd.loss anchor=-1.0" in done.stderr, done.stderr
+    assert done.returncode == 2 and "job 1 of 2 (opsd.loss.anchor=-1.0): opsd.loss.anchor=-1.0" in done.stderr, done.stderr
 
 
 def test_plugins_switched_off(train):
