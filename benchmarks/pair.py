@@ -203,7 +203,7 @@ class Bench:
         n_loss = self.turns * self.reply
         head_VH = None if teacher_model is None else teacher_model.get_output_embeddings().weight.detach().to(near)
         per_turn = plain = float("nan")
-        context = turns_context = self.args.contexts[min(1, len(self.args.contexts) - 1)]
+        context = self.args.contexts[0]
         if "turns" in parts:
             assert student is not None
             seeds = Seeds(student, teacher_model)
@@ -233,14 +233,14 @@ class Bench:
         if teacher_model is not None and {"teacher", "pair", "fp8"} & set(parts):
             teacher = DeviceTeacher.of(teacher_model, torch.bfloat16, far, "teacher")
         for context in self.args.contexts:
-            compared = per_turn if context == turns_context else float("nan")
+            compared = per_turn if context == self.args.contexts[0] else float("nan")
             self.one_context(context, student, teacher, head_VH, student_n, teacher_n, n_loss, compared)
         if "fp8" in parts and teacher is not None:
             self.fp8(teacher, teacher_n, student, head_VH)
 
     def fp8(self, teacher: DeviceTeacher, teacher_n: int, student: Student | None, head_VH: Tensor | None) -> None:
         """The same teacher in FP8: its rate, the pair's with it, and the divergence of its distributions from those in bf16."""
-        context = self.args.contexts[min(1, len(self.args.contexts) - 1)]
+        context = self.args.contexts[0]
         batch = self.batch(context)
         passes = passes_of(batch)
         exact_NH = teacher.score(passes).hidden_NH
@@ -355,7 +355,7 @@ class Bench:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[16384, 32768, 65536, 131072])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[32768, 16384, 65536, 131072])
     parser.add_argument(
         "--parts", nargs="+", default=["turns", "plain", "student", "teacher", "pair", "fp8"], help="of one device"
     )

@@ -68,6 +68,7 @@ class DeviceTeacher:
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        model = model.to(dtype)  # of a multimodal checkpoint transformers gives the text model in the stored dtype
         if adapter is not None:
             from peft import PeftModel
 
