@@ -26,7 +26,7 @@ def check_rows(got: dense.Passes, exact: dense.Passes, coef: torch.Tensor) -> No
     error = (got.value_C - want).abs()
     assert (error <= torch.clamp(1e-5 * want, min=1e-7)).all(), error
     error = (got.grad(coef, torch.float32) - want_grad).norm(dim=-1)
-    assert (error <= 1e-5 * want_grad.norm(dim=-1) + 1e-9).all(), error / want_grad.norm(dim=-1)
+    assert (error <= 1e-5 * want_grad.norm(dim=-1) + 1e-8).all(), error / want_grad.norm(dim=-1)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -43,7 +43,7 @@ def test_kernels_are_the_definition(name: str, rows: int, vocab: int, apart: flo
     want = reference.DIVERGENCES[name](reference.softmax(leaf), reference.softmax(teacher))
     (want_grad,) = torch.autograd.grad((coef.double() * want).sum(), leaf)
     torch.testing.assert_close(got.value_C.double(), want, rtol=1e-5, atol=1e-7)
-    assert (got.grad(coef, torch.float32) - want_grad).norm() < 1e-5 * want_grad.norm()
+    assert (got.grad(coef, torch.float32) - want_grad).norm() < 1e-5 * want_grad.norm() + 1e-8
     logp = reference.log_softmax(student)
     norms = got.norms
     torch.testing.assert_close(norms.entropy_C.double(), -(logp.exp() * logp).sum(-1), rtol=1e-5, atol=1e-5)
@@ -161,7 +161,7 @@ def test_one_pass_keeps_the_gradient_of_a_student_that_is_sure(rest: float, teac
     got = blocks.grad(torch.ones(8, device="cuda"), torch.bfloat16)
     assert ((kl - exact.value_C).abs() <= torch.clamp(1e-5 * exact.value_C, min=1e-7)).all()
     error = (got - want).norm(dim=-1) / want.norm(dim=-1)
-    assert (error <= 2**-8).all(), error  # bf16's own rounding is 2^-9
+    assert (error <= 1.25 * 2**-8).all(), error  # bf16's own rounding is 2^-9, and that of what is kept as much again
 
 
 def test_one_pass_on_identical_near_and_masked_rows() -> None:

@@ -67,8 +67,8 @@ def in_two(query: Tensor, key: Tensor, value: Tensor, attend: Callable[[Tensor, 
         attend(query, key[:, :, part], value[:, :, part], is_causal)
         for part, is_causal in ((slice(0, start), False), (slice(start, None), True))
     )
-    share = torch.sigmoid(early_sum - late_sum)[..., None].to(late.dtype)
-    return torch.lerp(late, early, share)
+    share = torch.sigmoid(early_sum - late_sum)[..., None].to(torch.float32)
+    return torch.lerp(late.float(), early.float(), share).to(query.dtype)
 
 
 def _cudnn_is_fastest(query: Tensor, key: Tensor, value: Tensor) -> bool:

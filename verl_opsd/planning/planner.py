@@ -32,20 +32,20 @@ class Device:
     Attributes:
         bytes_: of memory.
         matmul: FLOP a second of bf16 products of layers.
-        attention: the same of causal attention, forward; backward runs at 0.7 of it.
+        attention: the same of causal attention over heads of 256, forward.
         delta: seconds of the delta rule, convolution, gates and norms, forward, of one token and value head of a linear layer.
     """
 
     name: str
     bytes_: float
     matmul: float = 7.4e14
-    attention: float = 4.0e14
+    attention: float = 6.4e14
     delta: float = 1.2e-8
 
 
 DEVICES = {d.name: d for d in (Device("H200", 150e9), Device("H100", 85e9))}
 #: Seconds of the backward of these parts over the forward's.
-DELTA_BACKWARD, ATTENTION_BACKWARD = 2.5, 2.5 / 0.7
+DELTA_BACKWARD, ATTENTION_BACKWARD = 2.5, 4.2
 
 
 def forward_seconds(shape: ModelShape, device: Device, tokens: int, kinds: Sequence[Kind]) -> float:
