@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from job import Job, report, run_trainer
+from transformers import AutoTokenizer
 
-from verl_opsd.models.tiny import make_tiny
+from verl_opsd.models.tiny import WARM, make_tiny
 
 pytestmark = pytest.mark.slow
 LIMITS = ("opsd.contract.step_limit=2", "opsd.contract.max_tokens=32", "opsd.contract.concurrency=4", "opsd.tasks.max_eval=1")
@@ -22,7 +23,9 @@ SHARED = (
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    path = make_tiny(tmp_path_factory.mktemp("teacher") / "model", seed=5, hidden_size=96)
+    path = make_tiny(
+        tmp_path_factory.mktemp("teacher") / "model", seed=5, hidden_size=64, tokenizer=AutoTokenizer.from_pretrained(WARM)
+    )
     return ("teacher=device", f"opsd.teacher.path={path}", "opsd.teacher.cache=false")
 
 
