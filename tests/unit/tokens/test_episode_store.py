@@ -269,3 +269,51 @@ def test_a_killed_write_leaves_no_visible_episode(tmp_path):
     assert any(p.name.startswith(".") for p in tmp_path.iterdir())  # the torn write is there, and is not seen
     store.write(make_episode())
     assert same(store.read("e"), make_episode())
+
+
+WRITERS = 20
+KILLED = """
+    import os, random, signal, sys, time
+    sys.path.insert(0, sys.argv[2])
+    from test_episode_store import make_episode
+    from verl_opsd.tokens import EpisodeStore
+
+    def write_on(store, n, told):
+        for i in range(1000):
+            store.write(make_episode(f"{n}-{i}", seed=i % 3))
+            os.write(told, f"{n}-{i}\\n".encode())
+
+    first = EpisodeStore(f"{sys.argv[1]}/first")
+    first.write(make_episode("imports"))
+    dice, told = random.Random(0), os.open(sys.argv[3], os.O_WRONLY | os.O_APPEND)
+    for n in range(int(sys.argv[4])):
+        writer = os.fork()
+        if not writer:
+            write_on(EpisodeStore(f"{sys.argv[1]}/{n % 4}"), n, told)
+        started = time.monotonic()
+        first.write(make_episode(str(n)))  # as long as the writer needs for one, on this host at this moment
+        time.sleep(dice.uniform(0, 2) * (time.monotonic() - started))
+        os.kill(writer, signal.SIGKILL)
+        assert os.waitpid(writer, 0)[1] == signal.SIGKILL
+"""
+
+
+def test_kill_9_of_writers_at_any_moment(tmp_path):
+    """Each ended from outside at a random moment: what was written stays, nothing torn is read as whole, and the next writer goes on."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    finished = tmp_path / "finished"
+    finished.touch()
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), os.path.dirname(__file__), str(finished)]
+    ended = subprocess.run([*command, str(WRITERS)], env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    seen, torn = set(), 0
+    for n in range(4):
+        store = EpisodeStore(tmp_path / str(n))
+        torn += sum(p.name.endswith(".tmp") for p in store.directory.iterdir())
+        seen |= set(store.ids())
+        for episode in store.episodes():
+            assert same(episode, make_episode(episode.episode_id, seed=int(episode.episode_id.split("-")[1]) % 3))
+        store.write(make_episode("after"))
+    told = set(finished.read_text().split())
+    assert len(told) >= WRITERS / 4 and told <= seen and len(seen - told) <= WRITERS
+    assert torn >= WRITERS / 8, "too few were in the middle of a write"
