@@ -13,15 +13,10 @@ The verdicts are in :mod:`verl_opsd.cooperbench.verdicts`.
 
 from __future__ import annotations
 
-import base64
-import os
-import re
-import shutil
-import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,182 +25,19 @@ from typing import Any
 
 from verl_opsd.cooperbench.faults import grading_fault
 from verl_opsd.cooperbench.feature_table import load_table
+from verl_opsd.cooperbench.grading_sandbox import GradingSandbox, grading_sandbox
 from verl_opsd.cooperbench.identity import load_harness
-from verl_opsd.cooperbench.prepare import REPO_INSIDE
-from verl_opsd.cooperbench.sandbox import CommandResult, Sandbox, SandboxSpec, make_sandbox
 from verl_opsd.cooperbench.tampering import reaches_for_tests
 from verl_opsd.cooperbench.types import PairTask, PreparedTask
-from verl_opsd.cooperbench.verdicts import feature_grade, results_line, verdicts, withheld
-from verl_opsd.errors import InfraFault, OpsdError
+from verl_opsd.cooperbench.verdicts import feature_grade, verdicts, withheld
+from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.records import FeatureGrade, Grade
 
-STEP_TIMEOUT_S = 120.0
 #: Test runs of a grade at most: both suites on each agent's patch where the merge failed (two on the merged tree where it did not).
 TEST_RUNS = 4
-_RUNNER = "/usr/local/bin/runner.sh"
-_WRITE = re.compile(r"echo '[A-Za-z0-9+/=]*' \| base64 -d > /patches/([a-z0-9_.]+)")
 
 # The package takes a short string for a file's name if it can be one, and fails where it is too long for a name.
 _PREAMBLE = "".join(f"# patch of an agent, preamble line {n}\n" for n in range(20))
-
-
-@dataclass(frozen=True)
-class _ExecResult:
-    """A command's result as the package reads it; stdout and stderr are one stream."""
-
-    returncode: int
-    output: str
-
-    def stdout_read(self) -> str:
-        return self.output
-
-    def stderr_read(self) -> str:
-        return ""
-
-
-class GradingSandbox:
-    """A fresh copy of a task's base tree with ``/patches`` and the runner; what the package calls a sandbox.
-
-    Args:
-        patch_dir: the host's folder of ``/patches``.
-        patches: contents by name that replace what the package writes under these names: the agents' patches as is.
-        hosted: gives a command's text with the host's paths, where the sandbox maps none.
-    """
-
-    def __init__(
-        self,
-        sandbox: Sandbox,
-        timeout_s: float,
-        patch_dir: Path,
-        patches: dict[str, bytes],
-        hosted: Callable[[str], str],
-    ):
-        self._sandbox, self._timeout_s, self._patch_dir, self._patches = sandbox, timeout_s, patch_dir, patches
-        self._hosted = hosted
-        self.fault: InfraFault | None = None
-
-    def write(self, name: str, content: bytes) -> None:
-        """Writes ``/patches/<name>``, of any size: from the host, before anything of the patches has run."""
-        (self._patch_dir / name).write_bytes(content)
-
-    def exec(self, *args: str) -> _ExecResult:
-        """Runs a command of the package, or the runner.
-
-        Raises:
-            InfraFault: ``grader_died`` or ``grader_timeout``; kept in ``fault`` too, as the package catches all.
-        """
-        if write := _WRITE.fullmatch(args[-1]):
-            name = write[1]
-            self.write(name, self._patches.get(name, base64.b64decode(args[-1].split("'")[1])))
-            return _ExecResult(0, "")
-        if any(f"bash {_RUNNER}" in arg for arg in args):
-            return self._tests(list(args))
-        return self._step(list(args))
-
-    def run_tests(self, tests: str, feature: str | None) -> _ExecResult:
-        """Runs the runner on patches that were written before; ``feature`` None: the base tree with the tests alone."""
-        return self.exec("bash", "-c", f"bash {_RUNNER} {tests} {feature or ''}")
-
-    def terminate(self) -> None:
-        """The sandbox is closed by whoever opened it."""
-
-    def _tests(self, argv: list[str]) -> _ExecResult:
-        """The runner. What its session wrote of each test comes behind the output, in words that the package does not read."""
-        results = f"results-{uuid.uuid4().hex}.xml"
-        result = self._run(argv, self._timeout_s, {"PYTEST_ADDOPTS": f"--junitxml=/patches/{results}"})
-        if result.timed_out:
-            return _ExecResult(124, f"{result.text}\nthe test run was killed after {self._timeout_s:g} s\n")
-        cut = "\n(output cut)\n" if result.truncated else ""
-        return _ExecResult(result.returncode, result.text + cut + results_line(self._patch_dir / results))
-
-    def _step(self, argv: list[str]) -> _ExecResult:
-        # The package writes the merged tree as a diff without the contents of binary files, which can't be applied.
-        result = self._run([arg.replace("git diff ", "git diff --binary ") for arg in argv], STEP_TIMEOUT_S)
-        if result.timed_out:
-            self.fault = grading_fault("grader_timeout", f"{argv} ran for {STEP_TIMEOUT_S:g} s")
-            raise self.fault
-        return _ExecResult(result.returncode, result.text)
-
-    def _run(self, argv: list[str], timeout_s: float, env: Mapping[str, str] | None = None) -> CommandResult:
-        hosted = {name: self._hosted(value) for name, value in (env or {}).items()}
-        try:
-            return self._sandbox.run([self._hosted(arg) for arg in argv], timeout_s=timeout_s, cwd=REPO_INSIDE, env=hosted)
-        except InfraFault as fault:
-            self.fault = grading_fault("grader_died", str(fault))
-            raise self.fault from fault
-
-
-def _host_paths(binds: dict[str, Path]) -> Callable[[str], str]:
-    """Replaces paths inside by the host's, in one pass, only where a path begins."""
-    inside = "|".join(re.escape(path) for path in sorted(binds, key=len, reverse=True))
-    pattern = re.compile(rf"(?<![\w./-])(?:{inside})(?![\w.-])")
-    return lambda text: pattern.sub(lambda match: str(binds[match[0]]), text)
-
-
-def _fix_merge_driver(repo: Path) -> None:
-    """Git's three-way merge for every file: a patch's ``.gitattributes`` could ask for ``union``.
-
-    A base tree that chooses merge drivers itself keeps them.
-    """
-    attributes = repo / ".gitattributes"
-    if not (attributes.is_file() and "merge" in attributes.read_text(errors="replace")):
-        (repo / ".git" / "info").mkdir(exist_ok=True)
-        (repo / ".git" / "info" / "attributes").write_text("* merge\n")
-
-
-@contextmanager
-def grading_sandbox(
-    prepared: PreparedTask,
-    dataset_dir: Path,
-    patches: dict[str, bytes],
-    *,
-    backend: str,
-    allow_unsafe: bool,
-    timeout_s: float,
-) -> Iterator[GradingSandbox]:
-    """A grader's sandbox; afterwards its processes and files are gone.
-
-    Raises:
-        InfraFault: ``grader_died``: the sandbox could not be started, or its python is not the prepared one.
-    """
-    # In a run everything lies in its own temporary directory, which is removed however the run ends.
-    with tempfile.TemporaryDirectory(prefix="opsd-grade-", dir=os.environ.get("OPSD_TMP")) as folder:
-        workspace, patch_dir = Path(folder, "workspace"), Path(folder, "patches")
-        patch_dir.mkdir()
-        shutil.copytree(prepared.base, workspace / "repo", symlinks=True)
-        _fix_merge_driver(workspace / "repo")
-        prefix = prepared.python_prefix
-        read_only = [(prepared.runner, _RUNNER), (prefix, str(prefix)), *prepared.ro_binds]
-        writable = [(patch_dir, "/patches")]
-        env: dict[str, str] = dict(prepared.env)
-        hosted: Callable[[str], str] = str
-        if backend == "process":  # maps no paths: everything is told the host's
-            read_only[0] = (Path(folder, "runner.sh"), _RUNNER)
-            hosted = _host_paths({inside: host for host, inside in [(workspace, "/workspace"), *read_only, *writable]})
-            read_only[0][0].write_text(hosted(prepared.runner.read_text()))
-            read_only, writable = [[(host, str(host)) for host, _ in binds] for binds in (read_only, writable)]
-            env = {name: hosted(value) for name, value in env.items()}
-        spec = SandboxSpec(
-            name=Path(folder).name,
-            workspace=workspace,
-            ro_binds=tuple(read_only),
-            rw_binds=tuple(writable),
-            env=env,
-            hidden=(dataset_dir,),
-        )
-        try:
-            sandbox = make_sandbox(backend, spec, allow_unsafe=allow_unsafe)
-        except InfraFault as fault:
-            raise grading_fault("grader_died", str(fault)) from fault
-        try:
-            box = GradingSandbox(sandbox, timeout_s, patch_dir, patches, hosted)
-            python = box.exec("bash", "-c", "command -v python").output.strip()
-            if python != f"{prefix}/bin/python":
-                # Tests on another interpreter than the prepared one would be another measurement.
-                raise grading_fault("grader_died", f"python is {python!r}, not {prefix}/bin/python")
-            yield box
-        finally:
-            sandbox.close()
 
 
 def grade_patch(

@@ -21,7 +21,8 @@ from typing import Any
 
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.faults import grading_fault
-from verl_opsd.cooperbench.grading import STEP_TIMEOUT_S, TEST_RUNS, grade_pair
+from verl_opsd.cooperbench.grading import TEST_RUNS, grade_pair
+from verl_opsd.cooperbench.grading_sandbox import STEP_TIMEOUT_S
 from verl_opsd.cooperbench.identity import load_harness
 from verl_opsd.cooperbench.types import PairTask, PreparedTask
 from verl_opsd.errors import OpsdError

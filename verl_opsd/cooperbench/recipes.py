@@ -71,6 +71,11 @@ def recipe_for(repo: str, task_id: int) -> Recipe:
     return _recipes().get(f"{repo}/task{task_id}", Recipe())
 
 
+def runner_template() -> str:
+    """Text of a ``runner.sh`` without its test command."""
+    return _RUNNER_TEMPLATE.read_text()
+
+
 def render_runner(test_command: str) -> str:
     """Text of the ``runner.sh`` that applies the patches and runs ``test_command``."""
-    return _RUNNER_TEMPLATE.read_text().replace("@TEST_COMMAND@", test_command)
+    return runner_template().replace("@TEST_COMMAND@", test_command)

@@ -22,6 +22,7 @@ from verl_opsd.tokens.records import FeatureGrade
 #: A larger results file is none.
 RESULTS_BYTES = 16 << 20
 _RESULTS = "results file of the session:"
+_TOUCHED = "while its tests ran the code touched"
 _SUMMARY = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]*s", re.MULTILINE)
 
 
@@ -57,6 +58,11 @@ def results_line(path: Path) -> str:
     return f"\n{_RESULTS} good={total - sum(bad)} bad={bad[0] + bad[1]}\n"
 
 
+def touched_line(path: str) -> str:
+    """What a test run that touched a file that judges it has in place of :func:`results_line`."""
+    return f"\n{_TOUCHED} {path!r}\n"
+
+
 def file_counts(output: str) -> tuple[int, int] | None:
     """(passed, failed + errors) of a test run's results file; None where no session came to its end."""
     found = re.search(rf"\n{_RESULTS} good=(\d+) bad=(\d+)\n\Z", output)
@@ -71,6 +77,8 @@ def objection(exit_code: int | None, output: str, row: FeatureRow | None) -> str
         return "the suite did not run"
     if exit_code != 0:
         return f"exit code {exit_code}"
+    if found := re.search(rf"\n({_TOUCHED} .*)\n\Z", output):
+        return f"{found[1]}, which judges it"
     if printed is None or written is None:
         return "no summary and results of a finished test session"
     passed, failed = min(printed[0], written[0]), max(printed[1], written[1])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl_opsd.cooperbench import grading
-from verl_opsd.cooperbench.grading import grade_pair, grading_sandbox
+from verl_opsd.cooperbench.grading import grade_pair
+from verl_opsd.cooperbench.grading_sandbox import grading_sandbox
 from verl_opsd.cooperbench.types import PairTask, PreparedTask
 from verl_opsd.evaluation.export import write_log_tree
 from verl_opsd.tokens.records import AgentOutcome, Episode

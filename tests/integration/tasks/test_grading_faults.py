@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from verl_opsd.cooperbench import grading
+from verl_opsd.cooperbench import grading_sandbox as sandboxes
 from verl_opsd.cooperbench.feature_table import FeatureTable
-from verl_opsd.cooperbench.grading import grade_pair, grade_patch, grading_sandbox
+from verl_opsd.cooperbench.grading import grade_pair, grade_patch
+from verl_opsd.cooperbench.grading_sandbox import grading_sandbox
 from verl_opsd.cooperbench.prepare import load_prepared
 from verl_opsd.cooperbench.sandbox import CommandResult
 from verl_opsd.cooperbench.types import PairTask, PreparedTask
@@ -300,9 +302,9 @@ def test_the_grader_does_not_see_the_dataset(pair: PairTask, task: PreparedTask)
 class FailingSandbox:
     """A sandbox that fails at its n-th command, by a fault or by a timeout, and is real before."""
 
-    def __init__(self, real: Any, fails_at: int | None, how: str):
+    def __init__(self, real: Any, fails_at: int | None, how: str, commands: list[str]):
         self.real, self.spec, self.fails_at, self.how = real, real.spec, fails_at, how
-        self.commands: list[str] = []
+        self.commands = commands  # of all sandboxes of a grading
 
     def run(self, argv: Any, **kwargs: Any) -> CommandResult:
         self.commands.append(argv[-1])
@@ -321,14 +323,16 @@ def test_a_fault_at_any_step_is_a_fault_and_no_grade(
     pair: PairTask, task: PreparedTask, monkeypatch: pytest.MonkeyPatch, how: str, kind: str
 ) -> None:
     made: list[FailingSandbox] = []
-    real = grading.make_sandbox
+    real = sandboxes.make_sandbox
 
     def grade(fails_at: int | None) -> Grade:
+        commands: list[str] = []
+
         def make(*args: Any, **kwargs: Any) -> FailingSandbox:
-            made.append(FailingSandbox(real(*args, **kwargs), fails_at, how))
+            made.append(FailingSandbox(real(*args, **kwargs), fails_at, how, commands))
             return made[-1]
 
-        monkeypatch.setattr(grading, "make_sandbox", make)
+        monkeypatch.setattr(sandboxes, "make_sandbox", make)
         return grade_pair(pair, task, gold(pair, 1), gold(pair, 2))
 
     assert grade(None).reward == 1.0
@@ -348,7 +352,7 @@ def test_a_sandbox_that_does_not_start_is_a_fault(pair: PairTask, task: Prepared
     def make(*_: Any, **__: Any) -> None:
         raise InfraFault("sandbox_unreachable", "no", "rule", "way out")
 
-    monkeypatch.setattr(grading, "make_sandbox", make)
+    monkeypatch.setattr(sandboxes, "make_sandbox", make)
     with pytest.raises(InfraFault) as caught:
         grade_pair(pair, task, "", "")
     assert caught.value.kind == "grader_died"
