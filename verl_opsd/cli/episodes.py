@@ -43,6 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     take = commands.add_parser("import", help="store the logs of one run of the harness as episodes of a legacy contract")
     take.add_argument("logs", type=Path, help="the run's folder of logs")
     take.add_argument("run", type=Path, help="new run directory")
+    take.add_argument("--without-ids", action="store_true", help="leave out the token ids that the harness captured")
     take.set_defaults(func=import_logs)
 
 
@@ -160,6 +161,6 @@ def import_logs(args: argparse.Namespace, console: Console | None = None) -> int
     from verl_opsd.evaluation.export import import_log_tree
     from verl_opsd.rundir import RunDir
 
-    ids = import_log_tree(args.logs, RunDir(args.run).episodes)
+    ids = import_log_tree(args.logs, RunDir(args.run).episodes, not args.without_ids)
     (console or Console()).print(f"{len(ids)} episodes of a legacy contract in {args.run}", highlight=False)
     return 0

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from verl_opsd.contract import EvalContract
 from verl_opsd.errors import OpsdError
@@ -106,14 +106,17 @@ def _write_pair(folder: Path, run: str, e: Episode, grades: bool) -> None:
         write_json(folder / "eval.json", graded | {"both_passed": all(f.passed for f in e.grade.features)})
 
 
-def import_log_tree(logs: Path, store_dir: Path, split: Literal["train", "eval"] = "eval") -> list[str]:
+def import_log_tree(logs: Path, store_dir: Path, token_ids: bool = True) -> list[str]:
     """Stores the episodes of the harness' logs of one run; returns their ids.
 
     Nobody recorded the contract that they ran under, so their contract hash is :data:`LEGACY` and the hash of the run's
     ``config.json``: they are never mixed with episodes of a contract, nor with those of another run.
 
+    Args:
+        token_ids: also turns, of the ids that the harness captured.
+
     Raises:
-        OpsdError: no logs, or those of runs with different ``config.json``.
+        OpsdError: no logs, or those of runs with different ``config.json``; see also :func:`read_log_tree`.
     """
     configs = sorted(logs.rglob("config.json"))
     hashes = {hashlib.sha256(p.read_bytes()).hexdigest() for p in configs}
@@ -124,7 +127,10 @@ def import_log_tree(logs: Path, store_dir: Path, split: Literal["train", "eval"]
             "import each run's folder into a store of its own",
         )
     contract_hash = LEGACY + (hashes.pop() if hashes else hashlib.sha256(str(logs.resolve()).encode()).hexdigest())
-    episodes = [replace(e, contract_hash=contract_hash, split=split) for e in read_log_tree(logs)]
+    episodes = [
+        replace(e, contract_hash=contract_hash, turns=tuple(replace(t, contract_hash=contract_hash) for t in e.turns))
+        for e in read_log_tree(logs, token_ids)
+    ]
     if not episodes:
         raise OpsdError(f"{logs} holds no result.json", "the harness' logs hold one for each pair", "name the run's folder")
     store = EpisodeStore(store_dir)

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 
+import numpy as np
 import pytest
 from rich.console import Console
 from synthetic import PATCH, episode, turn, write_logs
@@ -14,6 +15,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.behaviour.log_tree import read_log_tree
 from verl_opsd.evaluation.export import import_log_tree, write_log_tree
 from verl_opsd.rundir import RunDir, write_json
+from verl_opsd.tokens.branches import build_trajectories
 from verl_opsd.tokens.store import EpisodeStore
 
 SEND = "send_message agent2 <<'MSG'\nI take a.py\nMSG"
@@ -159,3 +161,76 @@ def test_an_episode_reads_like_a_conversation(tmp_path):
         opsd("show", run, "e9")
     with pytest.raises(OpsdError, match="holds no episodes"):
         opsd("list", tmp_path)
+
+
+def captured(e, calls):
+    """The episode with the harness' own capture in agent1's calls: (prompt, output) each, None for none."""
+    replies = [m for m in e.messages["agent1"] if m["role"] == "assistant"]
+    for m, call in zip(replies, calls, strict=True):
+        if call:
+            m["extra"]["token_capture"] = {"prompt_token_ids": call[0], "output_token_ids": call[1]}
+    return e
+
+
+GROWING = [
+    ([1, 2, 3], [10, 11]),
+    ([1, 2, 3, 10, 11, 4], [12]),
+    ([1, 2, 3, 10, 11, 4, 12, 5, 6], [13, 14]),
+    ([*range(1, 4)], [9]),
+]
+WHOLE = [*GROWING[:3], ([1, 2, 3, 10, 11, 4, 12, 5, 6, 13, 14, 7], [9])]
+
+
+def test_ids_that_the_harness_captured_are_imported(tmp_path):
+    write_logs(tmp_path / "logs", "old", captured(talk(), WHOLE))
+    assert opsd("import", tmp_path / "logs", tmp_path / "run")[0] == 0
+    store = EpisodeStore(RunDir(tmp_path / "run").episodes)
+    (e,) = store.episodes()
+    assert [(t.agent_id, t.turn, t.start, t.new_ids.tolist(), t.response_ids.tolist()) for t in e.turns] == [
+        ("agent1", 0, 0, [1, 2, 3], [10, 11]),
+        ("agent1", 1, 5, [4], [12]),
+        ("agent1", 2, 7, [5, 6], [13, 14]),
+        ("agent1", 3, 11, [7], [9]),
+    ]
+    assert all(np.isnan(t.response_logprobs).all() and t.contract_hash == store.contract_hash for t in e.turns)
+    (row,) = build_trajectories(e.turns)
+    assert row.input_ids.tolist() == [1, 2, 3, 10, 11, 4, 12, 5, 6, 13, 14, 7, 9]
+    assert row.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1]
+    assert opsd("import", tmp_path / "logs", tmp_path / "bare", "--without-ids")[0] == 0
+    assert [x.turns for x in EpisodeStore(RunDir(tmp_path / "bare").episodes).episodes()] == [()]
+
+
+@pytest.mark.parametrize(
+    ("calls", "what"),
+    [
+        (GROWING, "call 3 .*of the 11 tokens before it, its prompt of 3 repeats 3; the history was cut 0 times"),
+        ([*WHOLE[:2], ([1, 2, 3, 10, 99, 4, 12, 5], [1]), WHOLE[3]], "call 2 .*of the 7 tokens before it, .* repeats 4"),
+        ([*WHOLE[:3], None], "call 3 .*no token ids, others have"),
+        ([*WHOLE[:3], (WHOLE[3][0], [])], r"call 3 .*output: \[\] is no list"),
+        ([([1, -2], [1]), *WHOLE[1:]], "call 0 .*prompt: .* is no list"),
+        ([([1, 2.5], [1]), *WHOLE[1:]], "call 0 .*prompt: .* is no list"),
+        ([("12", [1]), *WHOLE[1:]], "call 0 .*prompt: 12 is no list"),
+    ],
+)
+def test_ids_that_do_not_fit_each_other_are_refused(tmp_path, calls, what):
+    write_logs(tmp_path / "logs", "old", captured(talk(), calls))
+    with pytest.raises(OpsdError, match=what) as caught:
+        opsd("import", tmp_path / "logs", tmp_path / "run")
+    assert "--without-ids" in str(caught.value) and EpisodeStore(RunDir(tmp_path / "run").episodes).ids() == []
+    assert len(list(read_log_tree(tmp_path / "logs"))) == 1  # what is measured on logs needs no ids
+
+
+def test_a_cut_history_begins_a_branch(tmp_path):
+    e = captured(talk(), GROWING)
+    folder = write_logs(tmp_path / "logs", "old", e)
+    m = e.messages["agent1"]
+    last = max(i for i, x in enumerate(m) if x["role"] == "assistant")
+    segments = [m[:last], [*m[:2], {"role": "user", "content": "so far", "extra": {"summary": True}}, *m[last:]]]
+    whole = {"segments": [{"kind": "solver", "messages": s} for s in segments]}
+    (folder / "agent1_full_traj.json").write_text(json.dumps(whole))
+    (e,) = read_log_tree(tmp_path / "logs", token_ids=True)
+    assert [(t.branch, t.parent_branch, t.fork_position, t.fork_reason) for t in e.turns[2:]] == [
+        (0, -1, 0, "start"),
+        (1, 0, 3, "compaction"),
+    ]
+    assert [r.input_ids.tolist() for r in build_trajectories(e.turns)] == [GROWING[2][0] + [13, 14], [1, 2, 3, 9]]

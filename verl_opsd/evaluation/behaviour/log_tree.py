@@ -16,7 +16,8 @@ from typing import Any
 
 from verl_opsd.cooperbench.history import join_segments
 from verl_opsd.errors import OpsdError
-from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade
+from verl_opsd.evaluation.behaviour.token_capture import captured_turns
+from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade, TurnRecord
 
 
 def is_log_tree(folder: Path) -> bool:
@@ -24,16 +25,19 @@ def is_log_tree(folder: Path) -> bool:
     return next(folder.rglob("result.json"), None) is not None
 
 
-def read_log_tree(folder: Path) -> Iterator[Episode]:
+def read_log_tree(folder: Path, token_ids: bool = False) -> Iterator[Episode]:
     """Episodes of a folder of logs, sorted by path. Without a usable ``eval.json`` the outcome is ``infra:not_graded`` or
     ``infra:grader_died``.
 
+    Args:
+        token_ids: also turns, of the ids that the harness captured.
+
     Raises:
-        OpsdError: a file that is not what the harness writes.
+        OpsdError: a file that is not what the harness writes, or captured ids that don't fit each other.
     """
     for path in sorted(folder.rglob("result.json")):
         try:
-            yield _episode(path.parent, json.loads(path.read_text()))
+            yield _episode(path.parent, json.loads(path.read_text()), token_ids)
         except (KeyError, TypeError, ValueError, FileNotFoundError) as e:
             raise OpsdError(
                 f"{path.parent}: {type(e).__name__}: {e}",
@@ -42,20 +46,24 @@ def read_log_tree(folder: Path) -> Iterator[Episode]:
             ) from e
 
 
-def _episode(folder: Path, result: dict[str, Any]) -> Episode:
+def _episode(folder: Path, result: dict[str, Any], token_ids: bool) -> Episode:
     repo, task_id = str(result["repo"]), int(result["task_id"])
     a, b = sorted(map(int, result["features"]))
     messages = {agent: _messages(folder, agent, entry["feature_id"]) for agent, entry in sorted(result["agents"].items())}
     outcome, grade = _grade(folder / "eval.json", (a, b))
+    episode_id = f"{result['run_name']}/{repo}/task{task_id}/f{a}_f{b}/{result['run_id']}"
+    turns: tuple[TurnRecord, ...] = ()
+    for agent in messages if token_ids else ():
+        turns += captured_turns(episode_id, agent, messages[agent], max(0, len(_segments(folder, agent)) - 1))
     return Episode(
-        episode_id=f"{result['run_name']}/{repo}/task{task_id}/f{a}_f{b}/{result['run_id']}",
+        episode_id=episode_id,
         repo=repo,
         task_id=task_id,
         features=(a, b),
         split="eval",
         contract_hash="",
         outcome=outcome,
-        turns=(),
+        turns=turns,
         agents=tuple(_agent(folder, agent, result["agents"][agent], messages[agent]) for agent in sorted(result["agents"])),
         grade=grade,
         brief_kinds=result.get("brief_kinds", {}),  # of an export of ours; the harness itself has no briefs
@@ -68,10 +76,15 @@ def _episode(folder: Path, result: dict[str, Any]) -> Episode:
 
 
 def _messages(folder: Path, agent: str, feature: int) -> list[dict[str, Any]]:
-    full = folder / f"{agent}_full_traj.json"
-    if full.is_file():
-        return join_segments(json.loads(full.read_text())["segments"])
+    if segments := _segments(folder, agent):
+        return join_segments(segments)
     return list(json.loads((folder / f"agent{feature}_traj.json").read_text())["messages"])
+
+
+def _segments(folder: Path, agent: str) -> list[dict[str, Any]]:
+    """What compaction cut the agent's history into; empty where it did not."""
+    full = folder / f"{agent}_full_traj.json"
+    return [s for s in json.loads(full.read_text())["segments"] if s.get("kind") == "solver"] if full.is_file() else []
 
 
 def _agent(folder: Path, agent: str, entry: dict[str, Any], messages: list[dict[str, Any]]) -> AgentOutcome:
