@@ -48,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Adds `opsd doctor`."""
     p = subparsers.add_parser("doctor", help="check this installation; exit code 1 when something is missing")
     p.add_argument("--sandbox", choices=sorted(BACKENDS), help="run the contract suite of this backend, and nothing else")
-    p.add_argument("--model", help="check this model (folder, hub name, `tiny` or `smollm`), and nothing else")
+    p.add_argument("--model", help="check this model (folder, hub name, `tiny`, `warm` or `smollm`), and nothing else")
     p.add_argument(
         "--scale", help="whose contract and LoRA targets it is checked against; chosen from the hardware when left out"
     )

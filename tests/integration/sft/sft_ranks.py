@@ -136,6 +136,20 @@ def anchored(lora: bool) -> dict[str, Any]:
     return distance(step(engine), by_hand(plain(engine, "tied", lora), gate=GATE, base=base))
 
 
+def resumed() -> dict[str, Any]:
+    """A step after a checkpoint was loaded into a new engine: the anchor is the weights from before it."""
+    engine = build("tied", False, anchor=ANCHOR)
+    with engine.train_mode():
+        engine.train_batch(batch(own_rows(), True, 1, False), LOSS)
+    engine.save_checkpoint(f"{OUT}-step1", global_step=1)
+    again = build("tied", False, anchor=ANCHOR)
+    base = plain(again, "tied", False)
+    again.load_checkpoint(f"{OUT}-step1")
+    trained = plain(again, "tied", False)
+    moved = max(float((a - b).abs().max()) for a, b in zip(trained.parameters(), base.parameters(), strict=True))
+    return distance(step(again), by_hand(trained, base=base)) | {"moved": moved}
+
+
 def measure() -> dict[str, Any]:
     out: dict[str, Any] = {}
     for model in ("tied", "hybrid"):
@@ -157,6 +171,7 @@ def measure() -> dict[str, Any]:
     out["gate"] = distance(step(gated), by_hand(plain(gated, "tied", False), gate=GATE))
     for lora in (False, True):
         out[f"anchor-{'lora' if lora else 'full'}"] = anchored(lora)
+    out["anchor-resumed"] = resumed()
     engine = build("tied", False)
     with engine.eval_mode():
         data = batch(rows(), True, 1, True)

@@ -47,7 +47,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_loss_and_gradients_equal_cross_entropy_by_hand(measured):
     cases = {k: v for k, v in measured.items() if isinstance(v, dict) and "grad" in v}
-    assert len(cases) == 12 + 2 + 1 + 1 + 2
+    assert len(cases) == 12 + 2 + 1 + 1 + 3
     for name, found in cases.items():
         assert found["loss"] == pytest.approx(found["want"], rel=2e-6), (name, found)
         assert found["grad"] < 1e-4 and found["tensors"] > 10 and found["extra"] == 0, (name, found)
@@ -63,6 +63,11 @@ def test_documents_share_a_forward_and_a_hybrids_layers_keep_them_apart(measured
 
 def test_the_gate_changes_the_loss(measured):
     assert measured["gate"]["loss"] < 0.9 * measured["tied-full-alone"]["loss"]
+
+
+def test_a_resumed_run_is_anchored_to_the_weights_before_its_checkpoint(measured):
+    found = measured["anchor-resumed"]
+    assert found["moved"] > 1e-3 and found["loss"] == pytest.approx(found["want"], rel=2e-6), found
 
 
 def test_validation_loss_is_the_same_number(measured):
