@@ -169,7 +169,8 @@ def ledger(episodes: Iterable[Episode], run: RunDir, loss: LossConfig) -> Ledger
         first = epoch_of(v["step"], loss.epochs) == 0
         coef, weight, code = v["coef"][first], v["weight"][first], v["class"][first]
         inside = (coef != 0) & (weight != 0)
-        by_class.update(TOKEN_CLASSES[int(c)] for c in code[inside])
+        codes, counts = np.unique(code[inside], return_counts=True)
+        by_class.update({TOKEN_CLASSES[int(c)]: int(n) for c, n in zip(codes, counts, strict=True)})
         carried = int(v["carried"])
         masked += coef.size - carried
         left_out["below the threshold"] += carried - int(inside.sum())

@@ -281,7 +281,8 @@ class EpisodeStore:
 
     def _table(self, path: Path, schema: pa.Schema, header: dict[str, Any] | None) -> pa.Table:
         try:
-            table = pq.ParquetFile(path, pre_buffer=False).read(use_threads=False)  # a file is small
+            # A file is small: its bytes at once take less time than Arrow's own reading.
+            table = pq.ParquetFile(pa.BufferReader(path.read_bytes()), pre_buffer=False).read(use_threads=False)
         except (OSError, pa.ArrowException) as error:
             raise OpsdError(
                 f"{path}: {error}",

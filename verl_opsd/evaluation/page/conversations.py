@@ -213,7 +213,7 @@ def _item(
         whole = "".join(pieces)
     item["t"] = whole
     if codes is not None:
-        item |= {"c": [_units(p) for p in pieces], "k": codes}
+        item |= {"c": list(map(len if whole.isascii() else _units, pieces)), "k": codes}
     return item
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_opsd.config import OpsdConfig
+from verl_opsd.config import OpsdConfig, build_section
 from verl_opsd.contract import EvalContract
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.page.kl_join import RowKey, join
@@ -56,7 +56,7 @@ class RunData:
 
 
 def read_meta(run: RunDir) -> tuple[dict[str, Any], OpsdConfig]:
-    """``meta.json`` and the configuration in it.
+    """``meta.json`` and the configuration in it, whose contradictions were looked for before the run.
 
     Raises:
         OpsdError: the run has none, or it is of another version.
@@ -65,7 +65,8 @@ def read_meta(run: RunDir) -> tuple[dict[str, Any], OpsdConfig]:
     if not path.is_file():
         raise OpsdError(f"{path} does not exist", "a report is made from a run's directory", "name the run's directory")
     meta = dict(json.loads(path.read_text()))
-    return meta, OpsdConfig.parse(meta["opsd"])
+    config: OpsdConfig = build_section(OpsdConfig, meta["opsd"], "opsd")
+    return meta, config
 
 
 def read_episodes(run: RunDir) -> list[Episode]:
