@@ -18,6 +18,7 @@ from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.episode import run_episode
 from verl_opsd.cooperbench.grading_pool import GradingPool
 from verl_opsd.cooperbench.harness import AGENTS
+from verl_opsd.cooperbench.identity import load_harness
 from verl_opsd.cooperbench.prepare import load_prepared
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import InfraFault, OpsdError
@@ -115,6 +116,7 @@ async def warm_up(client: httpx.AsyncClient, model: str, contract: EvalContract)
     Raises:
         OpsdError: the model is not served, its limit is below the contract's, the call failed, or a tool call came as text.
     """
+    load_harness()  # the import below would fetch a price list otherwise
     from cooperbench.agents.mini_swe_agent_v2.models.utils.actions_toolcall import BASH_TOOL
 
     listed = await client.get("models", timeout=60)

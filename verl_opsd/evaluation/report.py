@@ -73,6 +73,7 @@ def standings(episodes: Iterable[Episode]) -> dict[str, Any]:
 def telemetry(folder: Path, epochs: int = 1) -> dict[str, Any]:
     """Statistics of every use of a position in the run's updates, in training order (``distill.telemetry``); nats a token.
 
+    ``infinite``: values that no statistic holds, counted by name and round; they are left out like unknown ones.
     ``summary``: of the whole window, and by token class, turn, position in the turn, tokens before the position (these three by the
     lower bound of a bucket), quarter and third of the run, epoch, and round. The other keys repeat the most asked-for of them.
 
@@ -85,8 +86,13 @@ def telemetry(folder: Path, epochs: int = 1) -> dict[str, Any]:
         return {}
     sizes = [np.load(f)["divergence"].size for f in files]
     window, start, total = Telemetry(), 0, sum(sizes)
+    infinite: list[str] = []
     for f, size in zip(files, sizes, strict=True):
-        values = {k: v for k, v in np.load(f).items() if v.ndim}
+        values = {k: v for k, v in np.load(f).items() if v.ndim and v.dtype.kind == "f"}
+        for name, value in values.items():
+            if count := int(np.isinf(value).sum()):
+                infinite.append(f"{count} of {size} values of {name} in round {int(f.stem)}")
+                values[name] = np.where(np.isinf(value), np.nan, value)
         labels = {
             "class": values["class"].astype(np.int64),
             "turn": bucket(values["turn"], TURNS),
@@ -118,6 +124,7 @@ def telemetry(folder: Path, epochs: int = 1) -> dict[str, Any]:
         "kl_by_quarter": means("quarter", "divergence"),
         "agreement_by_quarter": means("quarter", "agree"),
         "kl_by_round": means("round", "divergence"),
+        "infinite": infinite,
         "summary": summary,
     }
     if "drift" in summary["all"]:
@@ -284,6 +291,8 @@ def print_table(path: Path) -> None:
         table.add_row("top-1 agreement by quarter", "  ".join(f"{x:.3f}" for x in d["agreement_by_quarter"]))
         whole = d["summary"]["all"]
         kl = whole["divergence"]
+        if d["infinite"]:
+            table.add_row("infinite, in no statistic", "; ".join(d["infinite"]))
         if kl:
             table.add_row("KL mean, median, p90, p99", "  ".join(f"{kl[k]:.2e}" for k in ("mean", "median", "p90", "p99")))
         if kl and kl["max_over_mean"] is not None:

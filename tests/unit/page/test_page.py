@@ -10,6 +10,7 @@ import shutil
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from page_run import make_run
 
@@ -314,3 +315,16 @@ def test_reports_that_are_refused(made, capsys, args):
 def test_a_run_without_meta_data_has_no_page(tmp_path):
     with pytest.raises(OpsdError, match=r"meta\.json does not exist"):
         read_meta(RunDir(Path(tmp_path)))
+
+
+def test_infinite_divergences_are_named_on_a_page_that_stands(tmp_path):
+    run = make_run(tmp_path / "a", rounds=2, episodes=2, evaluated=1, turns=3)
+    path = run.path / "telemetry" / "00002.npz"
+    values = dict(np.load(path))
+    values["divergence"][:3] = np.inf
+    np.savez(path, **values)
+    said = write_report(run, read_meta(run)[1])
+    (what,) = said["distillation"]["infinite"]
+    assert what.startswith("3 of ") and what.endswith(" values of divergence in round 2")
+    assert f"infinite, and in no number above: {what}." in (run.path / "report.html").read_text()
+    assert main(["report", str(run.path)]) == 0

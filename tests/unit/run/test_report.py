@@ -105,6 +105,17 @@ def save(folder, number, **columns):
     np.savez(folder / f"{number:05d}.npz", carried=np.int64(carried), **columns)
 
 
+def test_infinite_values_are_counted_and_named_and_the_rest_stands(tmp_path):
+    save(tmp_path, 1, divergence=[1.0, 3.0], agree=[1, 0])
+    save(tmp_path, 2, divergence=[np.inf, 5.0, np.nan], anchor=[0.5, -np.inf, np.inf], agree=[1, 1, 0])
+    got = telemetry(tmp_path)
+    assert sorted(got["infinite"]) == ["1 of 3 values of divergence in round 2", "2 of 3 values of anchor in round 2"]
+    assert (got["kl_mean"], got["loss_positions"], got["summary"]["all"]["agree"]) == (3.0, 5, 0.6)
+    assert got["kl_by_round"] == [2.0, 5.0] and got["summary"]["all"]["drift"]["mean"] == 0.5
+    save(tmp_path, 2, divergence=[np.inf] * 2)
+    assert telemetry(tmp_path)["kl_by_round"] == [2.0, None]
+
+
 def test_groups_of_a_round_by_hand(tmp_path):
     """Two epochs of one position used, one masked by its coefficient, one by a threshold; the second and fourth step."""
     save(

@@ -44,7 +44,7 @@ def training(
     ]
     out.append(_table("token class", "class", trained, numbering))
     out.append(_table("quarter of the run", "quarter", trained, numbering))
-    out += [text(said) for r in trained if (said := _ledger(r, len(trained) > 1))]
+    out += [text(said) for r in trained for say in (_infinite, _ledger) if (said := say(r, len(trained) > 1))]
     return out
 
 
@@ -119,6 +119,11 @@ def _table(what: str, label: str, runs: Sequence[RunData], numbering: Numbering)
                 )
             )
     return numbering.table(f"Divergence by {what}, nats a token; quantiles within 1%.", heads, rows)
+
+
+def _infinite(r: RunData, several: bool) -> str:
+    found = r.report["distillation"]["infinite"]
+    return f"{f'{r.name}: ' if several else ''}infinite, and in no number above: {'; '.join(found)}." if found else ""
 
 
 def _ledger(r: RunData, several: bool) -> str:
