@@ -82,4 +82,4 @@ def test_a_corpus_of_another_contract_is_refused_field_by_field(online, tmp_path
     assert (
         "was made under another contract than this run (step_limit: 2 there, 4 here; top_p: 1.0 there, 0.9 here)" in job.output
     )
-    assert not (job.directory / "meta.json").exists() and "ray init" not in job.output
+    assert list(job.directories) == [] and "ray init" not in job.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def _row(ids: np.ndarray, mask: np.ndarray, brief: list[int], markers: ChatMarke
 def case_recorded() -> dict:
     """Each turn as a row of its own, up to its last token, against each branch as one row."""
     assert (RANK, WORLD) == (0, 1)
-    name = next(p.name for p in Path(MODELS).iterdir() if p.name.startswith("tiny-"))
+    name = Path(json.loads((Path(os.environ["OPSD_TEST_RUN"]) / "meta.json").read_text())["student"]).name
     tokenizer = AutoTokenizer.from_pretrained(f"{MODELS}/{name}")
     markers, brief = ChatMarkers.from_tokenizer(tokenizer), tokenizer.encode(BRIEF)
     store = EpisodeStore(Path(os.environ["OPSD_TEST_RUN"]) / "episodes")

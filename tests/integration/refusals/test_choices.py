@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from verl_opsd.errors import OpsdError
+from verl_opsd.models.tiny import WARM
 from verl_opsd.paths import conf_dir
 
+#: Of the student of scale=local.
+VOCABULARY = json.loads((Path(WARM) / "config.json").read_text())["vocab_size"]
 ARMS = sorted(p.stem for p in (conf_dir() / "arm").glob("[a-z]*.yaml"))
 GROUPS = [
     p.parent.name for p in sorted(conf_dir().glob("*/_base.yaml")) if p.parent.name not in ("recipe", "scale", "sft_scale")
@@ -145,12 +149,13 @@ def test_adapters_that_bind(compose):
 
 @pytest.mark.parametrize("support", ["student_topk", "teacher_topk", "union_topk"])
 def test_more_tokens_than_the_vocabulary_has(refused, support):
-    text = refused(f"opsd.loss.support={support}", "opsd.loss.top_k=2048")
-    assert "opsd.loss.top_k=2048" in text and "vocabulary of 2048" in text
+    text = refused(f"opsd.loss.support={support}", f"opsd.loss.top_k={VOCABULARY}")
+    assert f"opsd.loss.top_k={VOCABULARY}" in text and f"vocabulary of {VOCABULARY}" in text
 
 
 def test_sampling_from_more_tokens_than_there_are(refused):
-    assert "opsd.contract.top_k=5000" in refused("opsd.contract.top_k=5000")
+    key = f"opsd.contract.top_k={VOCABULARY + 1}"
+    assert key in refused(key)
 
 
 # ---- clusters -----------------------------------------------------------------------------------------------------------
