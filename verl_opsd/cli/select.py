@@ -18,6 +18,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     p.add_argument(
         "runs", nargs="+", metavar="NAME=DIR", help="evaluation run of each checkpoint; NAME stepN has a validation loss"
     )
+    p.add_argument("--split", choices=("train", "eval"), default="eval", help="episodes of a run directory; default eval")
     p.add_argument("--base", required=True, metavar="NAME", help="the untouched base among them")
     p.add_argument(
         "--gates", type=Path, help="JSON file of gates; default: A, non-empty patches, and C, submitted, at least half"
@@ -32,7 +33,7 @@ def select(args: argparse.Namespace, console: Console | None = None) -> int:
     from verl_opsd.evaluation.sources import load_models
 
     gates = read_gates(args.gates) if args.gates else DEFAULT
-    models = load_models(args.runs)
+    models = load_models(args.runs, args.split)
     losses: dict[str, float] = {}
     if args.losses is not None:
         if not args.losses.is_file():

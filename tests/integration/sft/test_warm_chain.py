@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from verl_opsd.cli.main import main
 from verl_opsd.cooperbench.dataset import load_subset
 from verl_opsd.corpus.records import read_manifest
 from verl_opsd.evaluation.report import standings
@@ -62,6 +63,12 @@ def test_it_passes_what_it_could_not_pass_before(arms):
 def test_its_agents_submit_where_the_untouched_ones_run_into_their_limits(arms):
     status = {arm: {a.status for e in arms["played"][arm, "known"] for a in e.agents} for arm in ("untouched", "trained")}
     assert status["untouched"] == {"LimitsExceeded"} and "Submitted" in status["trained"]
+
+
+def test_the_trained_one_is_selected(arms, capsys):
+    runs = [f"{arm}={arms['out'] / f'{arm}-known'}" for arm in ("untouched", "trained")]
+    assert main(["select", *runs, "--base", "untouched", "--split", "train"]) == 0
+    assert "chosen: trained" in capsys.readouterr().out
 
 
 def test_the_exported_folder_was_guarded(arms):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -89,6 +90,16 @@ def test_a_scan_needs_its_base_and_the_same_pairs():
         scan({"step1": GOOD}, "base", DEFAULT, {})
     with pytest.raises(OpsdError, match="step1 played other pairs"):
         scan({"base": BASE, "step1": GOOD[:1]}, "base", DEFAULT, {})
+
+
+def test_the_command_reads_the_split_that_is_named(tmp_path: Path):
+    for name, episodes in (("base", BASE), ("step5", GOOD)):
+        for e in episodes:
+            EpisodeStore(tmp_path / name / "episodes").write(dataclasses.replace(e, split="train"))
+    words = ["select", *(f"{n}={tmp_path / n}" for n in ("base", "step5")), "--base", "base"]
+    with pytest.raises(OpsdError, match="no eval episodes"):
+        select(parser().parse_args(words), Console(quiet=True))
+    assert select(parser().parse_args([*words, "--split", "train"]), Console(quiet=True)) == 0
 
 
 def test_the_command(tmp_path: Path):
