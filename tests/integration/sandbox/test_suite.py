@@ -149,10 +149,13 @@ def test_modal_without_a_token_and_with_a_shared_directory(tmp_path, monkeypatch
 
 
 def test_the_doctor_runs_the_suite_and_its_exit_code_says_how_it_went(monkeypatch, capsys):
-    """Of docker: with a daemon that is not there, and over namespaces with one check that fails."""
+    """Of docker and Modal where they are not there, and over namespaces with one check that fails."""
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["doctor", "--sandbox", "docker"]) == 1
     assert "NO  docker is here: no `docker` on PATH" in capsys.readouterr().out
+    monkeypatch.setattr("modal.config.config", {})
+    assert main(["doctor", "--sandbox", "modal"]) == 1
+    assert "NO  modal is here: no Modal token" in capsys.readouterr().out
 
     def broken(open_):
         raise Broken("as expected")
