@@ -2,11 +2,13 @@
 
 Watched: what the runner sets back to the base tree (test files, conftest, settings of pytest), what the hidden tests' patch names,
 and the directories that hold them, below the root. A file that was written, replaced or moved has another change time (which no
-command can set), also where its content was put back; a directory has, once a file came or went in it.
+command can set), also where its content was put back; a directory has, once a file came or went in it. Of data in test directories,
+whose times tests do change, the content at the end counts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import stat
@@ -18,8 +20,10 @@ _APPLIED = '\napply_patch "$1"\n'
 _GUARDED = re.compile("".join(re.findall(r"^guarded\+?='(.*)'$", runner_template(), re.MULTILINE)), re.IGNORECASE)
 _NAMED = re.compile(rb"^\+\+\+ b/([^\t\n]+)", re.MULTILINE)
 
-#: Inode, mode, size and change time by path; of a directory no size.
-State = dict[str, tuple[int, int, int, int]]
+_CODE = (".py", ".pyi", ".ini", ".cfg", ".toml")
+
+#: By path: inode, mode, size (of a directory 0), and change time or the content's hash.
+State = dict[str, tuple[int, int, int, int | str]]
 
 
 def split_runner(text: str) -> tuple[str, ...]:
@@ -39,14 +43,19 @@ def watched(workspace: Path, tests: bytes) -> State:
     named = {os.fsdecode(path) for path in _NAMED.findall(tests)}
     repo = workspace / "repo"
     files = [path for path in _files(repo) if _GUARDED.search(path) or path in named]
-    directories = {str(parent) for path in files for parent in PurePosixPath(path).parents} - {"."}
-    return {path: _state(repo / path) for path in (*files, *directories)} | {"..": _state(workspace)}
+    code = {path for path in files if path in named or path.lower().endswith(_CODE)}
+    directories = {str(parent) for path in code for parent in PurePosixPath(path).parents} - {"."}
+    timed = {path: _state(repo / path) for path in (*code, *directories, "..")}
+    return timed | {path: _state(repo / path, content=True) for path in files if path not in code}
 
 
 def touched(workspace: Path, before: State) -> str:
     """The first path whose state is another one now; empty where there is none."""
     repo = workspace / "repo"
-    return next((path for path in sorted(before) if _state(repo / path) != before[path]), "")
+    changed = (
+        path for path, (*_, last) in sorted(before.items()) if _state(repo / path, isinstance(last, str)) != before[path]
+    )
+    return next(changed, "")
 
 
 def _files(repo: Path) -> list[str]:
@@ -58,9 +67,16 @@ def _files(repo: Path) -> list[str]:
     return found
 
 
-def _state(path: Path) -> tuple[int, int, int, int]:
+def _state(path: Path, content: bool = False) -> tuple[int, int, int, int | str]:
     try:
         info = path.lstat()
+        size = 0 if stat.S_ISDIR(info.st_mode) else info.st_size
+        last = info.st_ctime_ns if not content else _hash(path) if stat.S_ISREG(info.st_mode) else "no file"
     except OSError:
-        return (0, 0, 0, 0)
-    return (info.st_ino, info.st_mode, 0 if stat.S_ISDIR(info.st_mode) else info.st_size, info.st_ctime_ns)
+        return (0, 0, 0, "gone")
+    return (info.st_ino, info.st_mode, size, last)
+
+
+def _hash(path: Path) -> str:
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,13 +9,16 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from scripted_pair import PR, Script, until
 
 from verl_opsd.contract import EvalContract
+from verl_opsd.cooperbench.episode import run_episode
 from verl_opsd.cooperbench.harness import run_pair
 from verl_opsd.cooperbench.messages import process_store
+from verl_opsd.cooperbench.quarantine import Quarantine
 from verl_opsd.cooperbench.sandbox import BubblewrapSandbox
 from verl_opsd.errors import InfraFault, OpsdError
 
@@ -114,6 +117,27 @@ def test_a_tripwire_voids_the_run(play):
     with pytest.raises(InfraFault) as caught:
         play(Script([script]), Script([never]))
     assert caught.value.kind == "tripwire:send_message_missing"
+
+
+def test_a_fault_that_comes_back_is_quarantined(prepared, pair, tmp_path):
+    """The same tripwire twice; the third time no agent plays, and another pair does."""
+    broken = "echo 'bash: line {}: gh: command not found'"
+    no_grading = SimpleNamespace()  # a pair that ends by a fault has nothing to grade
+
+    async def go(n, of):
+        sessions = {"agent1": Script([broken.format(n), "true"]), "agent2": Script(["true"] * 20)}
+        for script in sessions.values():
+            script.records = lambda: ()
+        with ThreadPoolExecutor(2) as executor:
+            options = {"episode_id": f"e{n}", "work_dir": tmp_path / "work", "agents": executor, "grading": no_grading}
+            contract = EvalContract(step_limit=20, command_timeout_s=30.0, wall_limit_s=60.0)
+            episode, _ = await run_episode(of, prepared, sessions, contract, quarantine=Quarantine(tmp_path), **options)
+        return episode.outcome, any(script.seen for script in sessions.values())
+
+    other = dataclasses.replace(pair, features=(1, 3))
+    found = [asyncio.run(go(n, of)) for n, of in enumerate((pair, pair, pair, other))]
+    tripwire = ("infra:tripwire:gh_missing", True)
+    assert found == [tripwire, tripwire, ("infra:quarantined", False), tripwire]
 
 
 def test_cancelling_the_caller_stops_both_agents(prepared, pair, tmp_path):
