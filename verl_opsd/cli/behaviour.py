@@ -8,8 +8,10 @@ import itertools
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
+
+from verl_opsd.cli.tables import Table
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from verl_opsd import SUPPORTED_VERL
+from verl_opsd.cli.tables import Table
 from verl_opsd.cooperbench.sandbox import BACKENDS
 from verl_opsd.errors import OpsdError
 from verl_opsd.paths import conf_dir
@@ -184,9 +184,7 @@ def run(args: argparse.Namespace) -> int:
         return show(f"opsd doctor --model {args.model}", model(args))
     if args.sandbox:
         return show(f"opsd doctor --sandbox {args.sandbox}", suite(args.sandbox))
-    table = Table(title=f"opsd doctor (Python {sys.version.split()[0]})")
-    for column in ("check", "ok", "detail"):
-        table.add_column(column, overflow="fold")
+    table = Table("check", "ok", "detail", title=f"opsd doctor (Python {sys.version.split()[0]})")
     failed = moved = 0
     for check in CHECKS:
         for name, ok, detail in check():

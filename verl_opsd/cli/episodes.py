@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
+from verl_opsd.cli.tables import Table
 from verl_opsd.errors import OpsdError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def _store(run: Path) -> EpisodeStore:
 
 def list_episodes(args: argparse.Namespace, console: Console | None = None) -> int:
     """Prints the table."""
-    table = Table("episode", "pair", "outcome", "merge", "features", "reward", "own briefs")
+    table = Table(Column("episode", no_wrap=True), "pair", "outcome", "merge", "features", "reward", "own briefs")
     for e in _store(args.run).episodes():
         grade = e.grade
         features = "" if grade is None else " ".join(f"{f.feature_id}:{'pass' if f.passed else 'fail'}" for f in grade.features)

@@ -9,8 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from verl_opsd.cli.tables import Table
 from verl_opsd.errors import OpsdError
 from verl_opsd.evidence import LOG, lines
 from verl_opsd.evidence.claims import STATUSES

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from verl_opsd.cli.tables import Table
 from verl_opsd.errors import OpsdError
 from verl_opsd.planning.shape import ModelShape
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
+from verl_opsd.cli.tables import Table
 from verl_opsd.errors import OpsdError
 
 if TYPE_CHECKING:

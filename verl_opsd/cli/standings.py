@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
+from verl_opsd.cli.tables import Table
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.shapes import CAUSES, MERGES, WORK, Comparison, Rate, Standing
 from verl_opsd.tokens.records import Episode

@@ -7,7 +7,8 @@ import dataclasses
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+
+from verl_opsd.cli.tables import Table
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from verl_opsd.cli import task_views
+from verl_opsd.cli.tables import Table
 from verl_opsd.errors import OpsdError
 
 if TYPE_CHECKING:
@@ -146,8 +146,9 @@ def _selected(args: argparse.Namespace) -> list[Task]:
     tasks = discover(_dataset(args))
     chosen = [t for t in tasks if args.repo in (None, t.repo) and args.task in (None, t.task_id)]
     if not chosen:
+        asked = [f"--{name} {value}" for name, value in (("repo", args.repo), ("task", args.task)) if value is not None]
         raise OpsdError(
-            f"no task with repo {args.repo}, id {args.task} in {_dataset(args)}",
+            f"no task {' '.join(asked)} in {_dataset(args)}",
             "known: " + ", ".join(f"{t.repo}/task{t.task_id}" for t in tasks),
             "name one of these",
         )

@@ -143,7 +143,7 @@ def _entries(name: str, dataset_dir: Path) -> tuple[str, list[tuple[str, int, li
         return name, [(k["repo"], int(k["task"]), [[int(k["a"]), int(k["b"])]]) for k in keys if k is not None]
     path = subset_file(name, dataset_dir)
     if not path.is_file():
-        known = sorted(p.stem for p in [*(dataset_dir / "subsets").glob("*.json"), *SUBSETS_DIR.glob("*.json")])
+        known = sorted({p.stem for p in [*(dataset_dir / "subsets").glob("*.json"), *SUBSETS_DIR.glob("*.json")]})
         raise OpsdError(
             f"subset {name}: {path} does not exist",
             f"known subsets of {dataset_dir}: {', '.join(known) or 'none'}",

@@ -259,7 +259,7 @@ def print_table(path: Path) -> None:
     """Shows ``report.json`` on the terminal."""
     r = json.loads(path.read_text())
     table = Table(title=f"{r['recipe']} (scale {r['scale']}, contract {r['contract'][:12]})", show_header=False)
-    table.add_column("what")
+    table.add_column("what", overflow="fold")
     table.add_column("value", overflow="fold")
 
     def shown(x: dict[str, Any]) -> str:

@@ -180,7 +180,7 @@ class EpisodeStore:
             raise OpsdError(
                 f"episode {episode_id!r} in {self.directory}",
                 "only episodes that were written can be read",
-                "list EpisodeStore.ids() for what is there",
+                f"`opsd episodes list {self.directory.parent}` shows what is there",
             )
         header = self._header()
         turns, grades, episodes = (

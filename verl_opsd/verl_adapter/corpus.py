@@ -67,7 +67,8 @@ def check_corpus(opsd: OpsdConfig, contract: EvalContract, evaluation: list[Pair
         raise OpsdError(f"corpus={opsd.corpus} has no scored training episode", "there is nothing to train on", "collect again")
     from verl_opsd.cooperbench.dataset import assert_disjoint
 
-    assert_disjoint([pair_of(opsd, e) for e in episodes(opsd)], evaluation, level=opsd.tasks.disjoint)
+    what = (f"the corpus ({opsd.corpus})", f"evaluation (opsd.tasks.eval={opsd.tasks.eval})")
+    assert_disjoint([pair_of(opsd, e) for e in episodes(opsd)], evaluation, level=opsd.tasks.disjoint, what=what)
 
 
 def corpus_pairs(opsd: OpsdConfig) -> list[PairTask]:

@@ -95,12 +95,15 @@ def load_pairs(opsd: OpsdConfig) -> tuple[list[PairTask], list[PairTask]]:
     root = dataset_folder(opsd.tasks.dataset, "opsd.tasks.dataset")
     evaluation = load_subset(opsd.tasks.eval, root, split="eval")
     train = [] if opsd.tasks.train is None else load_subset(opsd.tasks.train, root, split="train")
-    assert_disjoint(train, evaluation, level=opsd.tasks.disjoint)
+    t = opsd.tasks
+    trained, evaluated = f"training (opsd.tasks.train={t.train})", f"evaluation (opsd.tasks.eval={t.eval})"
+    assert_disjoint(train, evaluation, level=t.disjoint, what=(trained, evaluated))
     if opsd.tasks.test is not None:
         locked = load_subset(opsd.tasks.test, root, split="test")
-        assert_disjoint(train, locked, level=opsd.tasks.disjoint, what=("training", "the locked test split"))
+        test = f"the locked test split (opsd.tasks.test={t.test})"
+        assert_disjoint(train, locked, level=t.disjoint, what=(trained, test))
         if opsd.tasks.look is None:
-            assert_disjoint(evaluation, locked, level=opsd.tasks.disjoint, what=("evaluation", "the locked test split"))
+            assert_disjoint(evaluation, locked, level=t.disjoint, what=(evaluated, test))
         elif not {p.key for p in evaluation} & {p.key for p in locked}:
             raise OpsdError(
                 f"opsd.tasks.look={opsd.tasks.look!r}, and opsd.tasks.eval={opsd.tasks.eval} holds no pair of {opsd.tasks.test}",

@@ -208,8 +208,11 @@ def subset(folder: Path, name: str, repo: str, task_id: int, pairs: list[list[in
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("opsd.tasks.test=pocket_train", "training and the locked test split share pocket_ledger_task"),
-        ("opsd.tasks.test=pocket_eval", "evaluation and the locked test split share pocket_inifile_task"),
+        ("opsd.tasks.test=pocket_train", "the locked test split (opsd.tasks.test=pocket_train) share pocket_ledger_task"),
+        (
+            "opsd.tasks.test=pocket_eval",
+            "evaluation (opsd.tasks.eval=pocket_eval) and the locked test split (opsd.tasks.test=pocket_eval) share",
+        ),
         ("opsd.tasks.look='the final table'", "pocket_eval holds no pair of pocket_test"),
     ],
 )
@@ -240,7 +243,8 @@ def test_unknown_subset_names_the_known_ones(refused):
 
 
 def test_training_task_in_the_evaluation_set(refused):
-    assert TRAIN[0] in refused("opsd.tasks.eval=pocket_train")
+    both = f"training (opsd.tasks.train=pocket_train) and evaluation (opsd.tasks.eval=pocket_train) share {TRAIN[0]}"
+    assert both in refused("opsd.tasks.eval=pocket_train")
 
 
 @pytest.mark.parametrize(("level", "named"), [("repo", f"share {TRAIN[0]}"), ("task", f"share {TRAIN[0]}/task1")])

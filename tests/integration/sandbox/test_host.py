@@ -126,16 +126,26 @@ def test_a_missing_program_is_refused_with_its_package(tmp_path, monkeypatch, fr
     assert [ok for _, ok, _ in sandbox_report()] == [False]
 
 
-def test_an_old_bubblewrap_is_refused(tmp_path, monkeypatch, fresh_host):
+@pytest.mark.parametrize(
+    ("script", "mode", "named"),
+    [
+        ("echo bubblewrap 0.6.1", 0o755, ["0.6.1", "0.7"]),
+        ("exit 3", 0o755, ["bwrap does not run", "exit status 3", "--reinstall bubblewrap"]),
+        ("echo bubblewrap 0.8.0", 0o644, ["bwrap does not run", "Permission denied"]),
+    ],
+)
+def test_an_old_or_broken_bubblewrap_is_refused(tmp_path, monkeypatch, fresh_host, script, mode, named):
     directory = tmp_path / "bin"
     directory.mkdir()
     for name in host_module.PROGRAMS:
         (directory / name).symlink_to(f"/usr/bin/{name}")
     (directory / "bwrap").unlink()
-    (directory / "bwrap").write_text("#!/bin/sh\necho bubblewrap 0.6.1\n")
-    (directory / "bwrap").chmod(0o755)
+    (directory / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
+    (directory / "bwrap").chmod(mode)
     monkeypatch.setattr(host_module, "SYSTEM_DIRECTORIES", (str(directory),))
-    assert "0.7" in refusal(tmp_path)
+    text = refusal(tmp_path)
+    assert [word for word in named if word not in text] == []
+    assert [ok for _, ok, _ in sandbox_report()] == [False]
 
 
 def test_without_root_it_is_refused(tmp_path, monkeypatch, fresh_host):

@@ -52,8 +52,12 @@ def test_list_prepare_qualify(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
-    with pytest.raises(OpsdError, match="known: pocket_inifile_task/task1"):
+    with pytest.raises(
+        OpsdError, match=r"no task --repo pocket_textkit_task --task 9 in (?s:.*)known: pocket_inifile_task/task1"
+    ):
         opsd("list", "--repo", "pocket_textkit_task", "--task", "9")
+    with pytest.raises(OpsdError, match="no task --task 9 in "):
+        opsd("list", "--task", "9")
     with pytest.raises(OpsdError, match="a source is of one task"):
         opsd("prepare", "--source", "pypi:x==1", "--cache-dir", str(tmp_path))
     with pytest.raises(OpsdError, match="no task found"):

@@ -157,7 +157,7 @@ def test_an_episode_reads_like_a_conversation(tmp_path):
     flat = " ".join(text.replace("│", " ").split())  # without the table's lines and line breaks
     assert "[from agent2] ok, b.py" in flat and "308 characters more" in flat and "(exit 1)" in flat
     assert "characters more" not in opsd("show", run, "e0", "--full")[1]
-    with pytest.raises(OpsdError, match="e9"):
+    with pytest.raises(OpsdError, match=f"e9(?s:.*)opsd episodes list {run}"):
         opsd("show", run, "e9")
     with pytest.raises(OpsdError, match="holds no episodes"):
         opsd("list", tmp_path)

@@ -59,8 +59,20 @@ def program(name: str) -> Path:
 
 
 def version_of(name: str) -> tuple[int, ...]:
-    """Version numbers that ``<name> --version`` prints first."""
-    text = subprocess.run([program(name), "--version"], capture_output=True, text=True, check=True).stdout
+    """Version numbers that ``<name> --version`` prints first.
+
+    Raises:
+        OpsdError: the program is missing, or does not run.
+    """
+    path = program(name)
+    try:
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as e:
+        raise OpsdError(
+            f"{path} does not run: {e}",
+            "its version is asked for before a sandbox is made",
+            f"apt-get install --reinstall {PROGRAMS[name]}",
+        ) from e
     match = re.search(r"\d+(\.\d+)+", text)
     return tuple(int(part) for part in match.group().split(".")) if match else ()
 
