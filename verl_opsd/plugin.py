@@ -6,6 +6,7 @@ here stops the process with an error, because verl itself logs a broken plugin a
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.abc
 import importlib.util
@@ -178,6 +179,13 @@ def _loud(action: Callable[[], None], what: str) -> None:
 def _register_hydra() -> None:
     """Registers the search path plugin where Hydra's own discovery can't see it (PEP 660 editable installs)."""
     if not any(a.lstrip("+").startswith("recipe=") for a in sys.argv[1:]):
+        added = [a for a in sys.argv[1:] if a.startswith("+") and "=" in a]
+        near = [a for a in added if difflib.get_close_matches(a.lstrip("+").split("=")[0], ["recipe"], cutoff=0.7)]
+        if near:
+            raise SystemExit(
+                f"error: {near[0]}\n  rule: the group is called recipe; another key would be added and verl's defaults would run\n"
+                f"  way out: +recipe={near[0].split('=', 1)[1]}"
+            )
         return
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin

@@ -61,14 +61,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def installation() -> Iterator[Finding]:
     """Package versions, the entry point, Hydra's search path, git."""
     verl = importlib.metadata.version("verl")
-    yield "verl", verl == SUPPORTED_VERL, f"{verl}, supported {SUPPORTED_VERL}: pip install verl=={SUPPORTED_VERL}"
+    right = verl == SUPPORTED_VERL
+    yield "verl", right, verl if right else f"{verl}, supported {SUPPORTED_VERL}: pip install verl=={SUPPORTED_VERL}"
     for name in ("torch", "transformers", "peft", "ray", "TransferQueue", "hydra-core", "fakeredis"):
         try:
             yield name, True, importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield name, False, f"missing: pip install {name}"
     points = [e for e in importlib.metadata.entry_points(group="verl.plugins") if e.value == "verl_opsd.plugin"]
-    yield "entry point verl.plugins", len(points) == 1, f"{len(points)} found; reinstall with pip install ."
+    once = len(points) == 1
+    yield "entry point verl.plugins", once, "1 found" if once else f"{len(points)} found; reinstall with pip install ."
     recipes = sorted(p.stem for p in (conf_dir() / "recipe").glob("*.yaml") if not p.stem.startswith("_"))
     yield "recipes", bool(recipes), ", ".join(recipes)
     yield "git", shutil.which("git") is not None, shutil.which("git") or "missing: install git 2.38 or newer"

@@ -29,7 +29,7 @@ from verl_opsd.evidence.chain import lines
 from verl_opsd.evidence.copies import warning
 from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.verl_adapter.budget import DryRun
-from verl_opsd.verl_adapter.choices import require_command
+from verl_opsd.verl_adapter.choices import check_choices, require_command
 from verl_opsd.verl_adapter.place import Found, require_writable
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class OpsdCallback(Callback):
         """
         with refusing():
             require_command(config, "ppo_trainer")
+            check_choices(config)
             require_writable(config.hydra.run.dir, "hydra.run.dir")
         self._found = Found.of(Path(config.hydra.run.dir), str(config.hydra.job.name))
 

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from verl_opsd.config import OpsdConfig
 from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir
+from verl_opsd.verl_adapter.keys import ATTENTIONS
 from verl_opsd.verl_adapter.place import require_writable
 from verl_opsd.verl_adapter.rollout import OWN_BACKENDS, SCRIPTED
 
@@ -63,6 +64,10 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "actor_rollout_ref.actor.optim.lr_scheduler_type": ("constant or cosine", lambda v: v in ("constant", "cosine")),
     "actor_rollout_ref.rollout.gpu_memory_utilization": ("a share above 0, at most 1", lambda v: _number(v) and 0 < v <= 1),
+    "actor_rollout_ref.model.override_config.attn_implementation": (
+        f"one of {', '.join(ATTENTIONS)}",
+        lambda v: v is None or v in ATTENTIONS,
+    ),
     "data.seed": ("a whole number, or null", lambda v: v is None or type(v) is int),
     "trainer.max_actor_ckpt_to_keep": (
         "a whole number above 0, or null for all",

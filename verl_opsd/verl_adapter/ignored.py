@@ -1,4 +1,4 @@
-"""Keys of verl's own losses and advantages, which distillation reads nowhere: a value other than the recipe's is refused."""
+"""Keys of verl's own losses, advantages and older trainer, which distillation reads nowhere: a value other than the recipe's is refused."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ IGNORED = {
     "actor_rollout_ref.actor.kl_loss_type": _KL,
     "actor_rollout_ref.actor.calculate_entropy": "entropy is measured at every policy position: telemetry/ROUND.npz",
     "actor_rollout_ref.actor.calculate_sum_pi_squared": "what is measured at every policy position is in telemetry/ROUND.npz",
+    "trainer.esi_redundant_time": "a checkpoint is written every trainer.save_freq steps",
     "algorithm.adv_estimator": _ADVANTAGE,
     "algorithm.gamma": _ADVANTAGE,
     "algorithm.lam": _ADVANTAGE,

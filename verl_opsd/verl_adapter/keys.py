@@ -23,6 +23,8 @@ UNLISTED = {
 OPEN = ("kwargs", "override_config", "ray_init", "runtime_env")
 #: Top-level sections that are not in verl's list: ours, Hydra's, and the group that chooses the engine's configuration.
 OWN = {"opsd", "hydra", "model_engine"}
+#: Attentions that a model can be trained with.
+ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", "ulysses_sdpa")
 
 
 def check_keys(config: DictConfig, reference: dict[Any, Any] | None = None) -> None:
@@ -49,6 +51,25 @@ def check_keys(config: DictConfig, reference: dict[Any, Any] | None = None) -> N
             "every key is one that verl or this project reads; an unknown one would be ignored in silence",
             "correct the spelling or remove the key",
         )
+
+
+def check_texts(config: DictConfig, reference: dict[Any, Any] | None = None) -> None:
+    """Compares the kinds of values with verl's list, as :func:`check_keys` does the keys; for what has no check of its own.
+
+    Raises:
+        OpsdError: text where verl has a number, or true and false.
+    """
+    _compare_kinds(_raw(config), listed_keys() if reference is None else reference, "")
+
+
+def _compare_kinds(given: dict[Any, Any], reference: dict[Any, Any], where: str) -> None:
+    for key, value in given.items():
+        usual = reference.get(key)
+        if isinstance(value, dict) and isinstance(usual, dict):
+            _compare_kinds(value, usual, f"{where}{key}.")
+        elif isinstance(value, str) and "${" not in value and isinstance(usual, (int, float)):
+            kind = "true or false" if isinstance(usual, bool) else "a number"
+            raise OpsdError(f"{where}{key}={value}", f"{where}{key} is {kind}", "correct the value")
 
 
 @functools.cache

@@ -34,7 +34,7 @@ from verl_opsd.verl_adapter.cluster import check_ray
 from verl_opsd.verl_adapter.contradictions import check_folders, check_rounds, check_verl_keys, check_with_verl, data_file
 from verl_opsd.verl_adapter.found import check_siblings, freeze_contract, record_tasks
 from verl_opsd.verl_adapter.ignored import check_ignored
-from verl_opsd.verl_adapter.keys import check_keys
+from verl_opsd.verl_adapter.keys import check_keys, check_texts
 from verl_opsd.verl_adapter.memory_checks import Need, check_memory
 from verl_opsd.verl_adapter.requirements import (
     check_chat,
@@ -75,6 +75,7 @@ def parse(config: DictConfig) -> OpsdConfig:
     opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
     check_verl_keys(config, opsd)
     check_ignored(config)
+    check_texts(config)
     return opsd
 
 

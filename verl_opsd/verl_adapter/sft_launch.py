@@ -27,7 +27,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir, file_hash, write_json
 from verl_opsd.verl_adapter.callback import refusing
 from verl_opsd.verl_adapter.choices import check_choices, require_command
-from verl_opsd.verl_adapter.keys import check_keys
+from verl_opsd.verl_adapter.keys import ATTENTIONS, check_keys, check_texts
 from verl_opsd.verl_adapter.place import Found, require_writable
 
 #: Seconds that ranks wait for rank 0's files.
@@ -89,7 +89,14 @@ def parse(config: DictConfig) -> WarmStartConfig:
     sft, trainer, data = opsd.sft, config.trainer, config.data
     files = tuple(str(RunDir.from_env().path / "data" / f"{k}.json") for k in ("train", "validation"))
     frequencies = (trainer.save_freq, trainer.test_freq)
+    attention = OmegaConf.select(config, "model.override_config.attn_implementation")
     rules = [
+        (
+            attention not in (None, *ATTENTIONS),
+            f"model.override_config.attn_implementation={attention}",
+            f"it is one of {', '.join(ATTENTIONS)}",
+            "correct the value",
+        ),
         (sft.chunk < 1, f"opsd.sft.chunk={sft.chunk}", "a chunk holds at least one loss position", "raise it"),
         (
             not 0 <= sft.anchor < math.inf,
@@ -151,6 +158,7 @@ def parse(config: DictConfig) -> WarmStartConfig:
     for broken, what, rule, way_out in rules:
         if broken:
             raise OpsdError(what, rule, way_out)
+    check_texts(config, _reference())
     return opsd
 
 

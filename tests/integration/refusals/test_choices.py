@@ -67,6 +67,15 @@ def test_a_file_that_others_are_built_on_is_no_choice(parsed, group):
     assert f"{group}=glob(*,exclude=_*)" in error.way_out and ", _" not in error.way_out
 
 
+def test_what_recipes_are_built_on_is_none(compose, capsys):
+    from verl_opsd.verl_adapter.callback import OpsdCallback
+
+    with pytest.raises(SystemExit) as stop:
+        OpsdCallback().on_run_start(compose("+recipe=_base", hydra_section=True))
+    text = capsys.readouterr().err
+    assert stop.value.code == 2 and "error: recipe=_base\n" in text and "choose one of collect, full_eval, opd" in text, text
+
+
 @pytest.mark.parametrize(
     ("recipe", "given", "named"),
     [

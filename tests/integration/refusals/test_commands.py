@@ -59,6 +59,12 @@ def test_a_refused_warm_start_leaves_nothing(train):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("key", ["recip", "recipes"])
+def test_a_misspelt_group_of_recipes_is_not_a_key(train, key):
+    done = train(f"+{key}=opd")
+    assert done.returncode == 1 and f"error: +{key}=opd" in done.stderr and "way out: +recipe=opd" in done.stderr, done.stderr
+
+
 def test_a_recipe_under_another_entry_point_names_its_own(train):
     done = train("+recipe=opd", command="sft_trainer_ray")
     assert done.returncode == 2 and "python -m verl.trainer.main_ppo +recipe=opd" in done.stderr, done.stderr

@@ -113,6 +113,8 @@ def test_a_run_is_prepared(compose, run, tmp_path):
         (["+data.max_lenght=3"], "did you mean max_length"),
         (["+opsd.typo=1"], "opsd.typo"),
         (["opsd.sft.chunk=0"], "opsd.sft.chunk=0"),
+        (["model.override_config.attn_implementation=banana"], "attn_implementation=banana"),
+        (["trainer.seed=x"], "trainer.seed=x"),
         (["opsd.sft.anchor=-1"], "opsd.sft.anchor=-1"),
         (["opsd.sft.anchor=0.1", "engine.ulysses_sequence_parallel_size=2"], "opsd.sft.anchor=0.1 with"),
         (["engine.strategy=fsdp"], "engine.strategy=fsdp"),
