@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ from verl_opsd.errors import OpsdError
 
 if TYPE_CHECKING:
     from verl_opsd.evaluation.behaviour.events import Pair, Step
-    from verl_opsd.tokens.records import Episode
+    from verl_opsd.tokens.records import Episode, TurnRecord
     from verl_opsd.tokens.store import EpisodeStore
 
 #: Characters of one text or output that are shown; what is left out is told.
@@ -86,8 +88,17 @@ def show_episode(args: argparse.Namespace, console: Console | None = None) -> in
     agents = sorted(pair.steps)
     if agents:
         console.print(_conversation(pair, agents, None if args.full else SHOWN, e.t_start))
+    for line in _not_shown(e.turns):
+        console.print(line, highlight=False)
     _print_end(e, console)
     return 0
+
+
+def _not_shown(turns: Sequence[TurnRecord]) -> list[str]:
+    """A line for the replies that were recorded and are no steps of the conversation."""
+    counts = Counter((t.agent_id, t.kind) for t in turns if t.kind != "policy")
+    told = ", ".join(f"{n} of kind {kind} by {agent}" for (agent, kind), n in sorted(counts.items()))
+    return [f"recorded replies that the harness took no command from: {told}"] if told else []
 
 
 def _conversation(pair: Pair, agents: list[str], limit: int | None, start: float) -> Table:

@@ -3,12 +3,14 @@
 import dataclasses
 import io
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.console import Console
 from synthetic import PATCH, episode, turn, write_logs
 
+from verl_opsd.cli.episodes import _not_shown
 from verl_opsd.cli.main import parser
 from verl_opsd.contract import EvalContract
 from verl_opsd.errors import OpsdError
@@ -234,3 +236,16 @@ def test_a_cut_history_begins_a_branch(tmp_path):
         (1, 0, 3, "compaction"),
     ]
     assert [r.input_ids.tolist() for r in build_trajectories(e.turns)] == [GROWING[2][0] + [13, 14], [1, 2, 3, 9]]
+
+
+def test_refused_replies_are_told_beside_the_conversation():
+    said = [
+        ("agent2", "malformed"),
+        ("agent1", "policy"),
+        ("agent1", "malformed"),
+        ("agent1", "malformed"),
+        ("agent1", "summarizer"),
+    ]
+    (line,) = _not_shown([SimpleNamespace(agent_id=agent, kind=kind) for agent, kind in said])
+    assert line.endswith(": 2 of kind malformed by agent1, 1 of kind summarizer by agent1, 1 of kind malformed by agent2")
+    assert _not_shown([SimpleNamespace(agent_id="agent1", kind="policy")]) == []
