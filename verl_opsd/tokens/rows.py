@@ -18,6 +18,8 @@ them has to follow verl's padding, packing or splitting of sequences:
     opsd_view_len   int64[P]    length of each pass; sum = T'
     opsd_view_pos   int64[N]    index into opsd_view_ids of the predicting position; opsd_view_ids[p + 1] is the same token
 
+Beside them opsd_name, int64[L], the UTF-8 bytes of ``episode/agent/branch`` (``row_name``): telemetry names its rows by it.
+
 The loss of one optimizer step is ``sum over ranks and rows of coef_n * divergence_n``; with FSDP's mean over ranks the
 engine multiplies by the data-parallel size. Because the denominator is inside ``opsd_coef`` the loss does not depend on
 micro-batches, gradient accumulation or the number of ranks.
@@ -45,6 +47,11 @@ POSITION_FIELDS = (
 VIEW_FIELDS = ("opsd_view_ids", "opsd_view_len")
 FIELDS = POSITION_FIELDS + VIEW_FIELDS
 FLOAT_FIELDS = ("opsd_coef", "opsd_anchor", "opsd_behaviour", "opsd_reward")
+
+
+def row_name(episode_id: str, agent_id: str, branch: int) -> torch.Tensor:
+    """The field ``opsd_name`` of a branch's row."""
+    return torch.tensor(list(f"{episode_id}/{agent_id}/{branch}".encode()), dtype=torch.int64)
 
 
 def padding_fields(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -32,7 +32,7 @@ from verl_opsd.tokens.branches import build_trajectories
 from verl_opsd.tokens.build_rows import build_row, prompt_response
 from verl_opsd.tokens.classes import token_classes
 from verl_opsd.tokens.records import TOKEN_CLASSES, Episode, Trajectory, TurnRecord
-from verl_opsd.tokens.rows import padding_fields
+from verl_opsd.tokens.rows import padding_fields, row_name
 from verl_opsd.verl_adapter.actor_briefs import collected_with, copying_turns, hints_of
 from verl_opsd.verl_adapter.routes import teacher_of
 
@@ -170,7 +170,9 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
                     reward_score=earned["total"],
                     num_turns=branch.n_turns,
                     metrics=AgentLoopMetrics(),
-                    opsd_row=training_row(opsd, branch, view, keep) | teacher,
+                    opsd_row=training_row(opsd, branch, view, keep)
+                    | {"opsd_name": row_name(episode.episode_id, agent, branch.branch)}
+                    | teacher,
                     extra_fields=_extra(branch.model_version, info),
                 )
             )
@@ -198,7 +200,7 @@ def empty_row(
         reward_score=reward,
         num_turns=0,
         metrics=AgentLoopMetrics(),
-        opsd_row=padding_fields(torch.tensor([end, end])) | teacher,
+        opsd_row=padding_fields(torch.tensor([end, end])) | {"opsd_name": torch.zeros(0, dtype=torch.int64)} | teacher,
         extra_fields=_extra((version, version), info),
     )
 

@@ -126,13 +126,14 @@ def kept_coefficient(batch: Mapping[str, Tensor], result: HeadResult, above: flo
 
 def metrics_of(batch: Mapping[str, Tensor], result: HeadResult, step: int) -> dict[str, list[float]]:
     """A flat list for each of ``TOKEN_VALUES`` and ``ROW_VALUES``, ``opsd/turn_position``, ``opsd/step``, the optimizer step, and where rows
-    name their teachers ``opsd/teacher``, its number."""
+    have them ``opsd/teacher``, the number of its teacher, and ``opsd/row``, its own."""
     metrics = {f"opsd/{k}": getattr(result, f"{k}_N").tolist() for k in TOKEN_VALUES}
     metrics |= {f"opsd/{k}": flat(batch, f"opsd_{k}").tolist() for k in ROW_VALUES}
     metrics["opsd/turn_position"] = torch.cat([turn_position(t) for t in batch["opsd_turn"].unbind()]).tolist()
-    if "opsd_teacher" in batch:
-        pairs = zip(batch["opsd_teacher"].unbind(), batch["opsd_position"].unbind(), strict=True)
-        metrics["opsd/teacher"] = [int(number[0]) for number, position in pairs for _ in range(len(position))]
+    for name in ("teacher", "row"):
+        if f"opsd_{name}" in batch:
+            pairs = zip(batch[f"opsd_{name}"].unbind(), batch["opsd_position"].unbind(), strict=True)
+            metrics[f"opsd/{name}"] = [int(number[0]) for number, position in pairs for _ in range(len(position))]
     metrics["opsd/step"] = [step] * len(metrics["opsd/coef"])
     return metrics
 

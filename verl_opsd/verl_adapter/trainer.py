@@ -353,7 +353,7 @@ class OpsdTrainer(PPOTrainerSync):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Final coefficients over the global batch; padding rows get no loss position."""
-        stored = rows_in_queue(batch, [*FIELDS, "input_ids", "response_mask"])
+        stored = rows_in_queue(batch, [*FIELDS, "opsd_name", "input_ids", "response_mask"])
         rows = [
             padding_fields(r["input_ids"]) if tag.get("is_padding", False) else {k: r[k] for k in FIELDS}
             for tag, r in zip(batch.tags, stored, strict=True)
@@ -362,6 +362,10 @@ class OpsdTrainer(PPOTrainerSync):
         if self.opsd.loss.task_reward_coef > 0:
             rows = with_rewards(rows, batch.keys, self._group_of, rewards_of(batch), self.opsd.loss.task_reward_coef)
         fields = {k: jagged([r[k] for r in rows]) for k in FIELDS}
+        names = [bytes(r["opsd_name"].tolist()).decode() for r in stored]
+        self._row_names = sorted(set(names))  # the same however rows are spread over ranks
+        place = {name: i for i, name in enumerate(self._row_names)}
+        fields["opsd_row"] = jagged([torch.tensor([place[name]]) for name in names])
         zeros = jagged([torch.zeros(r["response_mask"].numel()) for r in stored])
         fields["advantages"], fields["returns"] = zeros, zeros.clone()
         if self.teachers and self.opsd.mode == "online":
@@ -458,7 +462,7 @@ class OpsdTrainer(PPOTrainerSync):
         return batch
 
     def _save_telemetry(self, output: dict[str, Any]) -> None:
-        """Per-position values of every optimizer step of this round, taken out of verl's metrics."""
+        """Per-position values of every optimizer step of this round, taken out of verl's metrics; ``row`` is a place in ``row_names``."""
         values = {
             k.removeprefix(TELEMETRY): np.asarray(flat(output.pop(k)), np.float32)
             for k in list(output)
@@ -468,7 +472,7 @@ class OpsdTrainer(PPOTrainerSync):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}")
         with temporary.open("wb") as f:
-            np.savez(f, carried=np.int64(self._loss_tokens), **values)  # type: ignore[arg-type]
+            np.savez(f, carried=np.int64(self._loss_tokens), row_names=np.array(self._row_names), **values)  # type: ignore[arg-type]
         temporary.replace(path)
         threshold = self.opsd.loss.threshold
         if threshold is not None and threshold.taken == "current":  # gate and clip are never 0
@@ -479,7 +483,9 @@ class OpsdTrainer(PPOTrainerSync):
                 mine = values["divergence"][values["teacher"] == number]
                 self._means |= {f"opsd/divergence/{t.name}/mean": float(mine.mean())} if mine.size else {}
         self._means |= {
-            f"opsd/{k}/mean": float(v.mean()) for k, v in values.items() if k != "teacher" and v.size and np.isfinite(v).all()
+            f"opsd/{k}/mean": float(v.mean())
+            for k, v in values.items()
+            if k not in ("teacher", "row") and v.size and np.isfinite(v).all()
         }
 
     # ---- publish and evaluate -----------------------------------------------------------------------------------------

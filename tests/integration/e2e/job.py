@@ -205,7 +205,10 @@ def evidence(run: Path, gate: str) -> list[dict[str, Any]]:
 
 def telemetry(run: Path) -> list[dict[str, np.ndarray]]:
     """Per-position values of each round, in float64."""
-    return [{k: v.astype(np.float64) for k, v in np.load(p).items()} for p in sorted((run / "telemetry").glob("*.npz"))]
+    return [
+        {k: v.astype(np.float64) for k, v in np.load(p).items() if k != "row_names"}
+        for p in sorted((run / "telemetry").glob("*.npz"))
+    ]
 
 
 def report(run: Path) -> dict[str, Any]:

@@ -155,6 +155,18 @@ def test_the_stored_ids_are_the_scripts_replies_and_all_are_trained(job):
     assert trained["loss_tokens"] == telemetry(job.directory)[0]["divergence"].size == sampled > 0
 
 
+def test_telemetry_names_the_branch_of_each_position(job):
+    """The stored log-probabilities of a named branch's replies are the telemetry's at its rows."""
+    values = np.load(job.directory / "telemetry" / "00001.npz")
+    whose = values["row_names"][values["row"].astype(int)]
+    stored: dict[str, list[float]] = {}
+    for r in sorted(table(job.directory, "turns", "train"), key=lambda r: r["turn"]):
+        stored.setdefault(f"{r['episode_id']}/{r['agent_id']}/{r['branch']}", []).extend(r["response_logprobs"])
+    assert set(whose) == set(stored)
+    for name, logprobs in stored.items():
+        assert values["student_logprob"][whose == name] == pytest.approx(logprobs, abs=1e-4), name
+
+
 def test_full_parameters_are_trained_against_the_initial_weights_and_published(job):
     (identity,) = evidence(job.directory, "identity")
     assert 0 <= identity["value"] <= 1e-6

@@ -249,7 +249,7 @@ def _telemetry(run: RunDir, number: int, episodes: list[Episode], rng: random.Ra
     rng.shuffle(rows)
     numbers = np.random.default_rng(rng.randint(0, 2**31))
     columns: dict[str, list[Any]] = {}
-    for t in rows:
+    for i, t in enumerate(rows):
         p = loss_positions(t.loss_mask)
         n = len(p)
         d = numbers.lognormal(-4.5 - 0.35 * number, 1.6, n)
@@ -258,10 +258,14 @@ def _telemetry(run: RunDir, number: int, episodes: list[Episode], rng: random.Ra
             "teacher_logprob": t.logprobs[p + 1] - d, "coef": np.ones(n), "weight": np.ones(n), "anchor": numbers.lognormal(-7 + 0.4 * number, 1, n),
             "entropy": numbers.uniform(0, 1, n), "agree": numbers.random(n) < 0.9 + 0.02 * number, "coverage_student": np.ones(n),
             "coverage_teacher": np.ones(n), "step": np.full(n, number), "turn_position": np.arange(n) % 60,
+            "row": np.full(n, i),
         }  # fmt: skip
         for k, v in mine.items():
             columns.setdefault(k, []).append(v)
     path = run.path / "telemetry" / f"{number:05d}.npz"
     path.parent.mkdir(exist_ok=True)
     size = sum(map(len, columns["coef"]))
-    np.savez(path, carried=np.int64(size), **{k: np.concatenate(v).astype(np.float32) for k, v in columns.items()})
+    names = np.array([f"{t.episode_id}/{t.agent_id}/{t.branch}" for t in rows])
+    np.savez(
+        path, carried=np.int64(size), row_names=names, **{k: np.concatenate(v).astype(np.float32) for k, v in columns.items()}
+    )

@@ -188,7 +188,7 @@ def test_without_the_tokenizer_replies_are_shown_as_the_harness_read_them(run):
 
 def test_telemetry_of_another_run_colours_nothing_and_is_said(run):
     shutil.rmtree(run.episodes / "train-00001-00002-0")
-    assert "Tokens are not coloured: telemetry from loss position" in write(run).words
+    assert "Tokens are not coloured: telemetry of the row train-00001-00002-0/agent" in write(run).words
 
 
 def test_predictions_and_their_verdicts(made):

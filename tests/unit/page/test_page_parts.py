@@ -49,15 +49,16 @@ def trajectory(name: str, turns: list[tuple[int, int]], rng: np.random.Generator
     )
 
 
-def stream(rows: list[Trajectory], rng: np.random.Generator) -> dict[str, np.ndarray]:
+def stream(rows: list[Trajectory], rng: np.random.Generator) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Values of rows one after another, and the sorted names of the rows."""
+    names = sorted(f"{t.episode_id}/{t.agent_id}/{t.branch}" for t in rows)
     at = [loss_positions(t.loss_mask) for t in rows]
     values = {
-        "position": [p for p in at],
+        "row": [np.full(len(p), names.index(f"{t.episode_id}/agent1/0")) for t, p in zip(rows, at, strict=True)],
         "turn": [t.turn_index[p + 1] for t, p in zip(rows, at, strict=True)],
-        "student_logprob": [t.logprobs[p + 1] + rng.normal(0, 1e-4, len(p)) for t, p in zip(rows, at, strict=True)],
         "divergence": [rng.random(len(p)) for p in at],
     }
-    return {k: np.concatenate(v).astype(np.float32) if rows else np.zeros(0, np.float32) for k, v in values.items()}
+    return {k: np.concatenate(v).astype(np.float32) if rows else np.zeros(0, np.float32) for k, v in values.items()}, names
 
 
 TURNS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=3)
@@ -65,13 +66,13 @@ TURNS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, ma
 
 @given(st.lists(TURNS, max_size=6), st.randoms(use_true_random=False))
 def test_rows_in_any_order_find_their_branches(shapes, random):
-    """Also branches of one shape, which only their log-probabilities tell apart, and branches that are no row."""
+    """Also branches of one shape, and branches that are no row."""
     rng = np.random.default_rng(random.randint(0, 2**31))
     rows = [trajectory(f"e{i}", turns, rng) for i, turns in enumerate([*shapes, *shapes[:2]])]
     order = rows[:]
     random.shuffle(order)
-    values = stream(order, rng)
-    found = join(values, [*rows, trajectory("not a row", [(9, 9)], rng)])
+    values, names = stream(order, rng)
+    found = join(values, names, [*rows, trajectory("not a row", [(9, 9)], rng)])
     at = 0
     for t in order:
         n = int(t.loss_mask.sum())
@@ -83,8 +84,13 @@ def test_rows_in_any_order_find_their_branches(shapes, random):
 def test_telemetry_of_other_episodes_is_refused():
     rng = np.random.default_rng(0)
     rows = [trajectory("a", [(2, 3)], rng), trajectory("b", [(4, 3)], rng)]
-    with pytest.raises(OpsdError, match="from loss position 3 on"):
-        join(stream(rows, rng), rows[:1])
+    values, names = stream(rows, rng)
+    with pytest.raises(OpsdError, match="of the row b/agent1/0"):
+        join(values, names, rows[:1])
+    with pytest.raises(OpsdError, match="of the row a/agent1/0"):
+        join(values, names, [trajectory("a", [(2, 4)], rng), rows[1]])
+    with pytest.raises(OpsdError, match="without the names"):
+        join(values, None, rows)
 
 
 # ---- what is left out -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ ROWS = {
     "opsd_class": [[0, 1, 1], [], [4]],
     "opsd_turn": [[2, 2, 3], [], [3]],
     "opsd_position": [[7, 8, 20], [], [21]],
+    "opsd_row": [[4], [9], [1]],
 }
 
 
@@ -32,6 +33,7 @@ def test_record_has_one_entry_a_position_in_order() -> None:
     got = metrics_of(batch(), result, step=5)
     assert got["opsd/turn_position"] == [0, 1, 0, 0]  # the second row of turn 3 is another row
     assert got["opsd/position"] == [7, 8, 20, 21] and got["opsd/step"] == [5] * 4 and got["opsd/class"] == [0, 1, 1, 4]
+    assert got["opsd/row"] == [4, 4, 4, 1] and "opsd/teacher" not in got
     for i, name in enumerate(names):
         assert got[f"opsd/{name.removesuffix('_N')}"] == [10.0 * i + n for n in range(4)]
 

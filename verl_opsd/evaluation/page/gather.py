@@ -124,7 +124,8 @@ def _divergences(run: RunDir, opsd: OpsdConfig, episodes: Sequence[Episode]) -> 
             for a in ("agent1", "agent2")
             for t in build_trajectories([r for r in e.turns if r.agent_id == a])
         ]
-        found |= join({k: v[first] for k, v in values.items() if v.ndim}, rows)
+        names = values.pop("row_names", None)
+        found |= join({k: v[first] for k, v in values.items() if v.ndim}, names, rows)
     return found
 
 

@@ -1,12 +1,7 @@
-"""Which episode a divergence belongs to: the telemetry of a round holds loss positions row after row, without the rows' names.
-
-A row is told by what it is: positions and turns of its branch, in order, and where several fit by the log-probabilities of its
-tokens, which the student still gives nearly as it did when it sampled them. Suffix: N loss positions of a row.
-"""
+"""Which episode a divergence belongs to: the telemetry of a round names the row of each loss position."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,44 +16,38 @@ from verl_opsd.tokens.records import Trajectory
 RowKey = tuple[str, str, int]
 
 
-def join(values: Mapping[str, NDArray[Any]], trajectories: Sequence[Trajectory]) -> dict[RowKey, NDArray[np.float32]]:
+def join(
+    values: Mapping[str, NDArray[Any]], names: Sequence[str] | NDArray[Any] | None, trajectories: Sequence[Trajectory]
+) -> dict[RowKey, NDArray[np.float32]]:
     """Divergence at each loss position of each row, float32[N], nats; trajectories that were no row are left out.
 
     Args:
-        values: one pass over a round's rows: ``position``, ``turn``, ``student_logprob``, ``divergence``, each float32.
+        values: one pass over a round's rows: ``row``, ``turn``, ``divergence``, each float32.
+        names: of the rows, ``episode/agent/branch``; ``row`` is a place among them. None: the file holds none.
         trajectories: that the rows were made of, with the same loss positions.
 
     Raises:
-        OpsdError: a stretch of the telemetry is no trajectory's.
+        OpsdError: there are no names, or a row is no trajectory, or has other loss positions than it.
     """
-    stream_position, stream_turn = (values[k].astype(np.int64) for k in ("position", "turn"))
-    waiting: dict[tuple[int, int], list[tuple[Trajectory, NDArray[Any], NDArray[Any]]]] = defaultdict(list)
-    for t in trajectories:
-        position_N = loss_positions(t.loss_mask)
-        if len(position_N):
-            turn_N = t.turn_index[position_N + 1]
-            waiting[int(position_N[0]), int(turn_N[0])].append((t, position_N, turn_N))
+    if names is None or "row" not in values:
+        raise OpsdError(
+            "telemetry without the names of its rows",
+            "a token is coloured by the row that its divergence was measured in",
+            "run again with this version for colours; the tables hold without them",
+        )
+    by_name = {f"{t.episode_id}/{t.agent_id}/{t.branch}": t for t in trajectories}
+    order = np.argsort(values["row"], kind="stable")
+    numbers, starts = np.unique(values["row"][order], return_index=True)
     found: dict[RowKey, NDArray[np.float32]] = {}
-    at = 0
-    while at < len(stream_position):
-        here = waiting.get((int(stream_position[at]), int(stream_turn[at])), [])
-        fits = [
-            i
-            for i, (_, p, turn) in enumerate(here)
-            if np.array_equal(stream_position[at : at + len(p)], p) and np.array_equal(stream_turn[at : at + len(p)], turn)
-        ]
-        if not fits:
+    for number, mine in zip(numbers.astype(int), np.split(order, starts[1:]), strict=False):  # without rows: one empty part
+        name = str(names[number])
+        t = by_name.get(name)
+        # Turns, not positions: where a hint was taken out of a row it has other positions than the stored branch.
+        if t is None or not np.array_equal(values["turn"][mine], t.turn_index[loss_positions(t.loss_mask) + 1]):
             raise OpsdError(
-                f"telemetry from loss position {at} on",
-                "a round's telemetry holds its rows one after another, and a row is a stored branch",
+                f"telemetry of the row {name}",
+                "a row is a stored branch, with its loss positions",
                 "keep episodes/ and telemetry/ of one run together",
             )
-
-        def gap(i: int, at: int = at, here: Any = here) -> float:
-            t, p, _ = here[i]
-            return float(np.abs(values["student_logprob"][at : at + len(p)] - t.logprobs[p + 1]).mean())
-
-        t, position_N, _ = here.pop(min(fits, key=gap))
-        found[t.episode_id, t.agent_id, t.branch] = values["divergence"][at : at + len(position_N)].astype(np.float32)
-        at += len(position_N)
+        found[t.episode_id, t.agent_id, t.branch] = values["divergence"][mine].astype(np.float32)
     return found
