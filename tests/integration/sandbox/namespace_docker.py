@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 STATE = Path(os.environ["NAMESPACE_DOCKER"])
+CHROOT = shutil.which("chroot", path=f"{os.environ['PATH']}:/usr/sbin:/sbin") or "chroot"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc")
 VALUED = {"--name", "--label", "--hostname", "--network", "--security-opt", "--cap-drop", "--memory", "--memory-swap"}
 VALUED |= {"--pids-limit", "--ulimit", "--workdir", "--volume", "--entrypoint"}
@@ -61,7 +62,7 @@ def run(argv: list[str]) -> int:
         script.append(f"{make}; mount --bind {source} {root}{inside}")
         if mode == "ro":
             script.append(f"mount -o remount,ro,bind {root}{inside}")
-    script.append(f"touch {root}/run/ready; exec chroot {root} sleep infinity")
+    script.append(f"touch {root}/run/ready; exec {CHROOT} {root} sleep infinity")
     root.mkdir(parents=True)
     outer = subprocess.Popen(
         ["unshare", "-pmuin", "--fork", "--kill-child", "bash", "-c", "\n".join(script)],
@@ -96,7 +97,7 @@ def execute(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number in (signal.SIGXFSZ, signal.SIGPIPE):  # which Python ignores, and its children would
         signal.signal(number, signal.SIG_DFL)
-    enter = ["nsenter", "-t", str(state["init"]), "-p", "-m", "-u", "-i", "-n", "chroot", state["root"]]
+    enter = ["nsenter", "-t", str(state["init"]), "-p", "-m", "-u", "-i", "-n", CHROOT, state["root"]]
     os.execvp("nsenter", [*enter, *command])
 
 

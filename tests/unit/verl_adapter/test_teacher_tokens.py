@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import make_tiny
+from verl_opsd.verl_adapter.requirements import tokenizer_of
 from verl_opsd.verl_adapter.teacher_checks import check_tokens, frame
 
 
@@ -59,6 +60,7 @@ def test_what_differs_is_named(tmp_path: Path, edit: Callable[[Path], None], nam
     if edit is stops:
         (student / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
     edit(teacher)
+    tokenizer_of.cache_clear()  # the checks of one process read a tokenizer once
     with pytest.raises(OpsdError, match=named):
         check_tokens(str(student), str(teacher))
 
