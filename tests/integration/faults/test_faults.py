@@ -142,3 +142,31 @@ def test_a_student_rank_that_dies_stops_the_run_which_resumes(job: Callable[...,
     resumed = [json.loads(x) for x in (third.run / "evidence.jsonl").read_text().splitlines() if '"resume"' in x]
     assert [r["value"] for r in resumed] == [1, 1]
     third.require_clean()
+
+
+@pytest.mark.slow
+def test_kill_9_of_the_engine_and_resume(job: Callable[..., Job]):
+    """The server's process is ended from outside in the middle of round 2; what was finished stays, the rest is masked and run again."""
+    slow = {"agent1": [SLOW, LOOK], "agent2": [LOOK, LOOK]}
+    keys = ["trainer.total_training_steps=2", "trainer.save_freq=1", "opsd.contract.command_timeout_s=30"]
+    first = job({FIRST: slow, SECOND: slow, EVALUATED: BOTH}, *keys)
+    wait_for(lambda: first.watch() and (first.run / "stages" / "0001-publish.json").exists(), START_S, "round 1", first)
+    wait_for(lambda: in_an_episode(first), 120 * load(), "command in round 2", first)
+    engine = first.actor("ScriptedServer")
+    assert engine is not None, sorted(first.seen.values())
+    engine.kill()
+    wait_for(lambda: first.watch() and first.process.poll() is not None, 120 * load(), "end of the run")
+    assert first.process.returncode == 1
+    assert "error: round 2 was ended by infrastructure faults; its episodes: 2 infra:engine_died" in first.text()
+    of_round_1 = {"train-00001-00000-0": "scored", "train-00001-00001-0": "scored"}
+    of_round_2 = ("train-00002-00000-0", "train-00002-00001-0")
+    assert first.episodes() == of_round_1 | dict.fromkeys(of_round_2, "infra:engine_died")
+    first.require_clean()
+
+    second = job({FIRST: BOTH, SECOND: BOTH, EVALUATED: BOTH}, *keys)
+    wait_for(lambda: second.watch() and second.process.poll() is not None, START_S, "end of the run")
+    assert second.process.returncode == 0, second.text()[-5000:]
+    assert second.episodes() == of_round_1 | dict.fromkeys(of_round_2, "scored") | {"eval-00002-00000-0": "scored"}
+    moved = second.run / "interrupted" / "0" / "episodes"
+    assert sorted(p.name for p in moved.iterdir()) == list(of_round_2)
+    second.require_clean()
