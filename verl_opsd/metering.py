@@ -72,10 +72,11 @@ class Meter:
         while True:
             time.sleep(self._every_s)
             try:
-                self._samples.append(Sample(time.time(), *self._read()))
+                sample = Sample(time.time(), *self._read())
             except Exception as error:  # a run does not end for want of a figure
                 print(f"verl-opsd: this device is not sampled any more: {error!r}", flush=True)
                 return
+            self._samples.append(sample)  # looked up after the reading, in which the list may have been taken
 
     def take(self) -> list[Sample]:
         """Samples since the last call."""

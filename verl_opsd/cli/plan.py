@@ -9,7 +9,7 @@ from rich.console import Console
 
 from verl_opsd.cli.tables import Table
 from verl_opsd.errors import OpsdError
-from verl_opsd.planning.shape import ModelShape
+from verl_opsd.planning.shape import BRIEF, ModelShape
 
 #: Sizes that need no file.
 KNOWN = {
@@ -35,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command.add_argument("--gpus", type=int, required=True, help="devices in all")
     command.add_argument("--context", type=int, required=True, help="tokens of the longest trajectory")
     command.add_argument("--device", default="H200", help="H200 or H100; default: H200")
-    command.add_argument("--brief", type=int, default=4096, help="tokens that the teacher's view adds")
+    command.add_argument("--brief", type=int, default=BRIEF, help="tokens that the teacher's view adds")
     command.add_argument("--lora-rank", type=int, default=32)
     command.add_argument("--lengths", type=Path, help="file with the tokens of each state of a corpus, one a line")
     command.set_defaults(func=plan)

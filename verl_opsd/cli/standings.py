@@ -154,13 +154,13 @@ def _compared(args: argparse.Namespace, models: Mapping[str, Sequence[Episode]],
 
 def _grade_alone(args: argparse.Namespace, console: Console) -> int:
     from verl_opsd.contract import EvalContract
-    from verl_opsd.cooperbench.dataset import POCKET_DIR
+    from verl_opsd.cooperbench.dataset import dataset_folder
     from verl_opsd.evaluation.alone import grade_alone
     from verl_opsd.evaluation.sources import split_name
     from verl_opsd.rundir import RunDir
     from verl_opsd.tokens.store import EpisodeStore
 
-    dataset = POCKET_DIR if args.grade_alone == "pocket" else Path(args.grade_alone).expanduser().resolve()
+    dataset = dataset_folder(args.grade_alone, "--grade-alone")
     code = 0
     for spec in args.runs:
         run = RunDir(split_name(spec)[1])

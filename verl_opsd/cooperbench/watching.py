@@ -78,5 +78,8 @@ def _state(path: Path, content: bool = False) -> tuple[int, int, int, int | str]
 
 
 def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

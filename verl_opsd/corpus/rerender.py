@@ -15,7 +15,7 @@ import numpy as np
 from verl_opsd.tokens.branches import build_trajectories
 from verl_opsd.tokens.classes import token_offsets
 from verl_opsd.tokens.gateway import TokenBuilder, Tools
-from verl_opsd.tokens.records import Ids, TurnRecord
+from verl_opsd.tokens.records import Ids, TurnRecord, common_prefix
 
 Message = Mapping[str, Any]
 
@@ -110,11 +110,9 @@ def _plain(message: Message) -> dict[str, Any]:
 
 def _context(turn: TurnRecord, recorded: Ids, rendered: list[int], rendering: Rendering) -> Mismatch | None:
     a, b = recorded, np.asarray(rendered, np.int32)
-    same = min(len(a), len(b))
-    different = np.flatnonzero(a[:same] != b[:same])
-    if not len(different) and len(a) == len(b):
+    at = common_prefix(a, b)
+    if at == len(a) == len(b):
         return None
-    at = int(different[0]) if len(different) else same
     text = [rendering.decode(side[at : at + 1].tolist()) if at < len(side) else "" for side in (a, b)]
     return Mismatch(turn.turn, "context", at, text[0], text[1])
 

@@ -75,7 +75,11 @@ class SurprisalGate:
             )
 
     def __call__(self, values: TokenValues) -> Tensor:
-        return torch.sigmoid(self.kappa * (values.student_logprob_C - self.gamma))
+        return self.of(values.student_logprob_C)
+
+    def of(self, logprob_C: Tensor) -> Tensor:
+        """The weight at log-probabilities of sampled tokens."""
+        return torch.sigmoid(self.kappa * (logprob_C - self.gamma))
 
 
 @dataclass(frozen=True)

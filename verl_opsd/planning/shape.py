@@ -12,6 +12,8 @@ from typing import Any, Literal
 Kind = Literal["linear_attention", "full_attention"]
 #: LoRA targets of the recipes.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+#: Tokens that a brief adds to the teacher's view, where nothing else is said.
+BRIEF = 4096
 #: Bytes of an entry in bf16.
 BF16 = 2
 

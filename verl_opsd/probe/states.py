@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from verl_opsd.cooperbench.dataset import POCKET_DIR
+from verl_opsd.cooperbench.dataset import dataset_folder
 from verl_opsd.cooperbench.pair_briefs import briefs_of, pair_elsewhere
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
@@ -75,7 +74,7 @@ def read_branches(
         raise OpsdError(
             f"{run.path} holds no episodes", "a probe reads recorded episodes", "name the directory of a `+recipe=opd` run"
         )
-    root = POCKET_DIR if dataset == "pocket" else Path(dataset).expanduser().resolve()
+    root = dataset_folder(dataset, "opsd.tasks.dataset")
     out: list[Branch] = []
     seen, markers = 0, ChatMarkers.from_tokenizer(tokenizer)
     for e in EpisodeStore(run.episodes).episodes():

@@ -22,7 +22,7 @@ import numpy as np
 from verl_opsd.contract import EvalContract
 from verl_opsd.errors import InfraFault, OpsdError
 from verl_opsd.tokens.boundary import Message, canonical, check_reply
-from verl_opsd.tokens.records import ForkReason, Sampling, TurnKind, TurnRecord
+from verl_opsd.tokens.records import ForkReason, Sampling, TurnKind, TurnRecord, common_prefix
 from verl_opsd.tokens.thinking import Thought, cut, last_user, reasoning_end, shown
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -145,10 +145,7 @@ class _Branch:
     def common(self, other: np.ndarray) -> int:
         """Leading ids that are those of ``other``; int32. Packs what was appended since the last call."""
         self._packed.extend(self.ids[len(self._packed) :])
-        mine = np.frombuffer(self._packed, np.int32)
-        n = min(len(mine), len(other))
-        different = np.flatnonzero(mine[:n] != other[:n])
-        return int(different[0]) if len(different) else n
+        return common_prefix(np.frombuffer(self._packed, np.int32), other)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,13 @@ BriefKind = Literal["none", "scope", "guidance", "answer"]
 TOKEN_CLASSES = ("think", "message", "command", "code", "other")
 
 
+def common_prefix(a: Ids, b: Ids) -> int:
+    """Length of the beginning that both share."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How a reply was sampled. ``top_k=-1``: no limit."""

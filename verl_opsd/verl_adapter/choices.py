@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.paths import conf_dir
+from verl_opsd.verl_adapter.keys import leaves
 
 #: verl's entry points that a recipe of this project runs under, by the configuration that each composes.
 COMMANDS = {"ppo_trainer": "verl.trainer.main_ppo", "sft_trainer_engine": "verl.trainer.sft_trainer"}
@@ -91,10 +92,4 @@ def _contents(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
         elif entry != "_self_":
             below = _contents(path.with_name(f"{entry}.yaml"))
             groups, values = groups | below[0], values | below[1]
-    return groups, values | _leaves(content, "")
-
-
-def _leaves(node: Any, where: str) -> dict[str, Any]:
-    if not isinstance(node, dict):
-        return {where: node}
-    return {k: v for name, below in node.items() for k, v in _leaves(below, f"{where}.{name}" if where else str(name)).items()}
+    return groups, values | leaves(content, "")

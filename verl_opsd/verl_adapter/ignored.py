@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_opsd.errors import OpsdError
-from verl_opsd.verl_adapter.keys import listed_keys
+from verl_opsd.verl_adapter.keys import leaves, listed_keys
 
 _PPO = "the objective is opsd.loss.divergence; PPO's clipped term of the episodes' reward is opsd.loss.task_reward_coef"
 _ADVANTAGE = "advantages are the reward minus the mean of the round's other episodes: opsd.loss.task_reward_coef"
@@ -50,8 +50,8 @@ def check_ignored(config: DictConfig) -> None:
     """
     for key, way_out in IGNORED.items():
         below = OmegaConf.select(config, key)
-        given = _leaves(key, OmegaConf.to_container(below, resolve=True) if isinstance(below, DictConfig) else below)
-        usual = _leaves(key, functools.reduce(lambda node, name: node[name], key.split("."), listed_keys()))
+        given = leaves(OmegaConf.to_container(below, resolve=True) if isinstance(below, DictConfig) else below, key)
+        usual = leaves(functools.reduce(lambda node, name: node[name], key.split("."), listed_keys()), key)
         for name, value in given.items():
             expected: Any = RECIPE.get(name, usual.get(name))
             if value != expected:
@@ -60,9 +60,3 @@ def check_ignored(config: DictConfig) -> None:
                     f"distillation reads it nowhere; it would be ignored in silence (usual value {expected})",
                     way_out,
                 )
-
-
-def _leaves(key: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {key: value}
-    return {k: v for name in map(str, value) for k, v in _leaves(f"{key}.{name}", value[name]).items()}

@@ -79,6 +79,13 @@ def listed_keys() -> dict[Any, Any]:
     return dict(_raw(OmegaConf.create(listed.read_text())))
 
 
+def leaves(value: Any, where: str) -> dict[str, Any]:
+    """Values by dotted key, of everything below ``where``; "": the top."""
+    if not isinstance(value, dict):
+        return {where: value}
+    return {k: v for name, below in value.items() for k, v in leaves(below, f"{where}.{name}" if where else str(name)).items()}
+
+
 def _raw(config: Any) -> Any:
     return OmegaConf.to_container(config, resolve=False)
 

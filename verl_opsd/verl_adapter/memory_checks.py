@@ -11,13 +11,11 @@ from verl_opsd.config import OpsdConfig
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.checkpointing import plan
 from verl_opsd.planning import memory, planner
-from verl_opsd.planning.shape import BF16, ModelShape
+from verl_opsd.planning.shape import BF16, BRIEF, ModelShape
 from verl_opsd.verl_adapter.loss import ON_STUDENT
 from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
 from verl_opsd.verl_adapter.routes import models_of
 
-#: Tokens that a brief adds to the teacher's view, as in ``opsd plan``.
-BRIEF = 4096
 #: Bytes of a parameter, by the name of a dtype.
 BYTES = {"bf16": 2, "bfloat16": 2, "float16": 2, "fp32": 4, "float32": 4}
 

@@ -53,8 +53,7 @@ class SftLoss:
         """Gated negative log-likelihoods, float[N], with gradient; the gate has none."""
         if self.gate is None:
             return -log_probs_N
-        kappa, gamma = self.gate
-        return -torch.sigmoid(kappa * (log_probs_N.detach() - gamma)) * log_probs_N
+        return -SurprisalGate(*self.gate).of(log_probs_N.detach()) * log_probs_N
 
 
 @dataclass

@@ -311,9 +311,7 @@ class WarmStartCallback(Callback):
         Raises:
             SystemExit: 2, after the error was printed.
         """
-        with refusing():
-            require_command(config, "sft_trainer_engine")
-            require_writable(config.hydra.run.dir, "hydra.run.dir")
+        self._require_start(config, "hydra.run.dir")
         # ranks of one torchrun write into the same directory; what the others have written already is of this start too
         started = psutil.Process(os.getppid()).create_time() if "RANK" in os.environ else None
         self._found = Found.of(Path(config.hydra.run.dir), str(config.hydra.job.name), started=started)
@@ -324,9 +322,13 @@ class WarmStartCallback(Callback):
         Raises:
             SystemExit: 2, after the error was printed.
         """
+        self._require_start(config, "hydra.sweep.dir")
+
+    @staticmethod
+    def _require_start(config: DictConfig, folder: str) -> None:
         with refusing():
             require_command(config, "sft_trainer_engine")
-            require_writable(config.hydra.sweep.dir, "hydra.sweep.dir")
+            require_writable(OmegaConf.select(config, folder), folder)
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Prepares the run on rank 0; the others wait for it.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from verl_opsd.errors import OpsdError
-from verl_opsd.tokens.records import Ids, Sampling, TurnRecord
+from verl_opsd.tokens.records import Ids, Sampling, TurnRecord, common_prefix
 
 _UNKNOWN = Sampling(temperature=float("nan"), top_p=float("nan"), top_k=-1, max_tokens=-1)
 
@@ -41,7 +41,7 @@ def captured_turns(
         if not capture:
             raise _refusal(f"{here} has no token ids, others have")
         prompt, reply = (_ids(capture.get(f"{part}_token_ids"), f"{here}, {part}") for part in ("prompt", "output"))
-        common = _common(known, prompt)
+        common = common_prefix(known, prompt)
         fork: dict[str, Any] = {}
         if common < len(known):
             if branch == compactions:
@@ -85,13 +85,6 @@ def _ids(value: Any, what: str) -> Ids:
     if not good:
         raise _refusal(f"{what}: {str(value)[:80]} is no list of token ids")
     return np.asarray(value, np.int32)
-
-
-def _common(known: Ids, prompt: Ids) -> int:
-    """Length of the prefix that both share."""
-    n = min(len(known), len(prompt))
-    differs = np.flatnonzero(known[:n] != prompt[:n])
-    return int(differs[0]) if len(differs) else n
 
 
 def _refusal(what: str) -> OpsdError:
