@@ -47,9 +47,15 @@ def test_one_process_grades_and_a_cancelled_grading_ends_with_its_sandbox(prepar
             grading = asyncio.create_task(pool.grade(pair, task, (hanging, gold[1]), CONTRACT))
             children: list[psutil.Process] = []
 
+            def command(process: psutil.Process) -> list[str]:
+                try:
+                    return process.cmdline()
+                except psutil.Error:  # it has ended meanwhile
+                    return []
+
             def testing() -> bool:
                 children[:] = worker.children(recursive=True)
-                return any("pytest" in " ".join(p.cmdline()) for p in children if p.is_running())
+                return any("pytest" in " ".join(command(p)) for p in children)
 
             await until(testing, "test run")
             grading.cancel()

@@ -43,6 +43,7 @@ CHANGED = {
     "actor_rollout_ref.actor.kl_loss_type": ("k2", "opsd.loss.anchor"),
     "actor_rollout_ref.actor.calculate_entropy": (True, "telemetry"),
     "actor_rollout_ref.actor.calculate_sum_pi_squared": (True, "telemetry"),
+    "trainer.esi_redundant_time": (60, "trainer.save_freq"),
     "algorithm.adv_estimator": ("gae", "opsd.loss.task_reward_coef"),
     "algorithm.gamma": (0.9, "opsd.loss.task_reward_coef"),
     "algorithm.lam": (0.9, "opsd.loss.task_reward_coef"),
