@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter import sft_launch
@@ -36,16 +37,14 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(WarmStartCallback, "_start", prepare)
         monkeypatch.setattr(sft_launch, "require_command", lambda config, wanted: None)
         callback = WarmStartCallback()
-        config = SimpleNamespace(
-            hydra=SimpleNamespace(run=SimpleNamespace(dir=str(run)), job=SimpleNamespace(name="sft_trainer"))
-        )
-        callback.on_run_start(config)  # type: ignore[arg-type]
+        config = OmegaConf.create({"hydra": {"run": {"dir": str(run)}, "job": {"name": "sft_trainer"}}})
+        callback.on_run_start(config)
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         (run / ".hydra").mkdir(parents=True, exist_ok=True)  # as Hydra does
         (run / ".hydra" / "config.yaml").write_text("of this start")
         (run / "sft_trainer.log").write_text("")
-        callback.on_job_start(config)  # type: ignore[arg-type]
+        callback.on_job_start(config)
 
     return SimpleNamespace(begin=begin, run=run)
 
