@@ -39,7 +39,8 @@ from verl_opsd.cooperbench.grading_pool import GradingPool
 from verl_opsd.cooperbench.identity import harness_identity, identity_string
 from verl_opsd.cooperbench.prepare import load_prepared
 from verl_opsd.cooperbench.types import PairTask
-from verl_opsd.evaluation.report import standings
+from verl_opsd.evaluation.shapes import Standing
+from verl_opsd.evaluation.standings import standing
 from verl_opsd.evaluation.statistics import fisher
 from verl_opsd.models.tiny import MARKUP, PAD, TURN_END, TURN_START, WARM, ensure_tiny, make_tiny, make_tokenizer
 from verl_opsd.paths import cache_dir
@@ -222,16 +223,15 @@ def passed(episodes: list[Episode]) -> list[PairTask | Any]:
     return [(e.repo, e.features) for e in episodes if e.grade is not None and e.grade.reward == 1]
 
 
-def table(before: dict[str, Any], after: dict[str, Any]) -> str:
+def table(before: dict[str, Standing], after: dict[str, Standing]) -> str:
     """Passes before and after, with 95% Wilson intervals and the p value of Fisher's exact test."""
     lines = ["| family | what | untouched | trained | p |", "|---|---|---|---|---|"]
     for family in before:
         for what in ("features", "pairs"):
             counts, cells = [], []
-            for found in (before[family][what], after[family][what]):
-                low, high = found["ci95"]
-                counts += [found["passed"], found["total"]]
-                cells.append(f"{found['passed']} of {found['total']} ({low:.0%} to {high:.0%})")
+            for found in (getattr(arm[family], what) for arm in (before, after)):
+                counts += [found.passed, found.total]
+                cells.append(f"{found.passed} of {found.total} ({found.low:.0%} to {found.high:.0%})")
             lines.append(f"| {family} | {what} passed | {' | '.join(cells)} | {fisher(*counts):.2g} |")
     return "\n".join(lines)
 
@@ -265,12 +265,12 @@ def main() -> None:
         "trained": [p for p in pocket if (p.repo, p.features) in merged],
         "unseen": load_subset("pocket_eval", split="eval") + load_subset("pocket_test", split="test"),
     }
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Standing]] = {}
     for arm, model in (("untouched", out / "untouched"), ("trained", student)):
         found[arm] = {}
         for family, pairs in families.items():
             repeats = args.repeats if family == "trained" else 1
-            found[arm][family] = standings(play(model, pairs, out / f"{arm}-{family}", False, seed=1, repeats=repeats))
+            found[arm][family] = standing(arm, play(model, pairs, out / f"{arm}-{family}", False, seed=1, repeats=repeats))
     print(table(found["untouched"], found["trained"]))
     print(f"{time.time() - started:.0f} s")
     if args.ship:

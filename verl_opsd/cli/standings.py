@@ -45,8 +45,8 @@ def standings(args: argparse.Namespace, console: Console | None = None) -> int:
     rows = model_standings(args.runs, models)
     console.print(table(rows))
     for row in rows:
-        for stamp in row.stamps:
-            console.print(f"{row.model}: {stamp}", soft_wrap=True, highlight=False)
+        for said in (*row.stamps, *row.differences):
+            console.print(f"{row.model}: {said}", soft_wrap=True, highlight=False)
     if args.grid:
         console.print(grid(rows))
     found = _compared(args, models, rows)
@@ -81,6 +81,7 @@ def table(rows: Sequence[Standing]) -> Table:
     add("void (infrastructure)", *(", ".join(f"{n} {k}" for k, n in r.void.items()) or "0" for r in rows))
     for title, attribute in (
         ("features passed", "features"),
+        ("features passed strictly", "features_strict"),
         ("pairs passed", "pairs"),
         ("pairs with a pass", "pairs_any"),
         ("non-empty patches", "non_empty"),

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from verl_opsd.config import LossConfig, OpsdConfig
 from verl_opsd.distill.telemetry import DEPTHS, TURN_POSITIONS, TURNS, Ledger, Telemetry, bucket, parts
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.spent import spent, spent_rows
-from verl_opsd.evaluation.statistics import wilson
+from verl_opsd.evaluation.standings import model_info, rows_of_run, standing
 from verl_opsd.evidence.chain import lines
 from verl_opsd.evidence.predictions import JUDGED
 from verl_opsd.metering import device_rows, devices_of, tokens_a_second
@@ -29,45 +30,6 @@ from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.branches import build_trajectories, statistics
 from verl_opsd.tokens.records import TOKEN_CLASSES, Episode
 from verl_opsd.tokens.store import EpisodeStore
-
-
-def rate(passed: int, total: int) -> dict[str, Any]:
-    """A count with its 95% Wilson interval; no interval without a denominator."""
-    ends = wilson(passed, total)
-    return {"passed": passed, "total": total, "rate": passed / total if total else None, "ci95": list(ends) if ends else None}
-
-
-def standings(episodes: Iterable[Episode]) -> dict[str, Any]:
-    """Outcomes, merges and passes of a set of episodes; those with an answer in an agent's own prompt count nowhere."""
-    episodes = list(episodes)
-    scored = [e for e in episodes if e.in_standings]
-    merges: Counter[str] = Counter()
-    features = pairs = earned = 0
-    differences = []
-    for e in scored:
-        assert e.grade is not None
-        merges[e.grade.merge_kind] += 1
-        features += sum(f.passed for f in e.grade.features)
-        pairs += all(f.passed for f in e.grade.features)
-        earned += sum(f.earned for f in e.grade.features)
-        differences += [f"{e.episode_id}: {line}" for line in e.grade.differences]
-    agents = [a for e in scored for a in e.agents]
-    return {
-        "episodes": {"ran": len(episodes), "scored": len(scored), "outcomes": dict(Counter(e.outcome for e in episodes))},
-        "answer_in_prompt": sum(e.scored and not e.in_standings for e in episodes),
-        "merges": dict(merges),
-        "features": rate(features, 2 * len(scored)),
-        "pairs": rate(pairs, len(scored)),
-        "features_strict": rate(earned, 2 * len(scored)),
-        "differences": differences,
-        "agents": {
-            "statuses": dict(Counter(a.status for a in agents)),
-            "non_empty_patches": rate(sum(bool(a.patch.strip()) for a in agents), len(agents)),
-            "messages_sent": sum(a.sent_messages for a in agents),
-            "turns": sum(len(e.turns) for e in scored),
-        },
-        "near_benchmark": sorted({e.near_benchmark for e in episodes if e.near_benchmark}),
-    }
 
 
 def telemetry(folder: Path, epochs: int = 1) -> dict[str, Any]:
@@ -228,11 +190,8 @@ def build_report(run: RunDir, opsd: OpsdConfig, episodes: Sequence[Episode]) -> 
         "teacher": opsd.teacher.kind,
         "loss_spec": {"divergence": opsd.loss.divergence, "anchor": opsd.loss.anchor, "reduction": opsd.loss.reduction},
         "contract": contract.hash,
-        "train": standings(e for e in episodes if e.split == "train"),
-        "eval": standings(e for e in episodes if e.split == "eval"),
-        "eval_by_version": {
-            str(v): standings(e for e in episodes if e.split == "eval" and e.model_version == v)
-            for v in sorted({e.model_version for e in episodes if e.split == "eval"})
+        "standings": {
+            key: dataclasses.asdict(standing(key, own, model_info(run.path, own))) for key, _, own in rows_of_run(episodes)
         },
         "distillation": telemetry(run.path / "telemetry", opsd.loss.epochs),
         "ledger": ledger_or_cause(run, opsd, episodes),
@@ -255,6 +214,35 @@ def build_report(run: RunDir, opsd: OpsdConfig, episodes: Sequence[Episode]) -> 
     }
 
 
+#: Lines that the terminal shows of where two verdicts differ; the others are in ``report.json``.
+_SHOWN_DIFFERENCES = 5
+
+
+def standing_rows(s: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Name and text of what the table at a run's end says of one row of the standings, as ``report.json`` holds it."""
+
+    def counts(values: Mapping[str, int]) -> str:
+        return ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in values.items())
+
+    def shown(x: Mapping[str, Any]) -> str:
+        if not x["total"]:
+            return "none scored"
+        return f"{x['passed']} of {x['total']}  (95% {x['low']:.0%} to {x['high']:.0%})"
+
+    yield "episodes", f"{s['scored']} scored of {s['ran']}" + (f", void: {counts(s['void'])}" if s["void"] else "")
+    yield "merges", counts(s["merges"]) or "none scored"
+    yield "features passed", shown(s["features"])
+    yield "pairs passed", shown(s["pairs"])
+    if s["differences"]:
+        more = len(s["differences"]) - _SHOWN_DIFFERENCES
+        yield "features passed, strictly", shown(s["features_strict"])
+        lines = [*s["differences"][:_SHOWN_DIFFERENCES], *([f"and {more} more, in report.json"] if more > 0 else [])]
+        yield "where the grades differ", "\n".join(lines)
+    yield "agents", counts(s["exits"]) or "none ended a run"
+    for reason in s["stamps"]:
+        yield "stamp", reason
+
+
 def print_table(path: Path) -> None:
     """Shows ``report.json`` on the terminal."""
     r = json.loads(path.read_text())
@@ -262,29 +250,9 @@ def print_table(path: Path) -> None:
     table.add_column("what", overflow="fold")
     table.add_column("value", overflow="fold")
 
-    def shown(x: dict[str, Any]) -> str:
-        if not x["total"]:
-            return "none scored"
-        return f"{x['passed']} of {x['total']}  (95% {x['ci95'][0]:.0%} to {x['ci95'][1]:.0%})"
-
-    for split in ("train", "eval"):
-        s = r[split]
-        if not s["episodes"]["ran"]:
-            continue
-        table.add_row(
-            f"{split} episodes", f"{s['episodes']['scored']} scored of {s['episodes']['ran']}  {s['episodes']['outcomes']}"
-        )
-        table.add_row(f"{split} merges", str(s["merges"]))
-        table.add_row(f"{split} features passed", shown(s["features"]))
-        table.add_row(f"{split} pairs passed", shown(s["pairs"]))
-        if s["differences"]:
-            table.add_row(f"{split} features passed, strictly", shown(s["features_strict"]))
-            table.add_row(f"{split} where the grades differ", "\n".join(s["differences"]))
-        if s["answer_in_prompt"]:
-            table.add_row(f"{split} left out", f"{s['answer_in_prompt']} with an answer in an agent's own prompt")
-        table.add_row(f"{split} agents", str(s["agents"]["statuses"]))
-        for reason in s["near_benchmark"]:
-            table.add_row(f"{split} stamp", reason)
+    for key in sorted(r["standings"], key=lambda k: (k != "train", int(k.partition("@")[2] or sys.maxsize))):
+        for what, text in standing_rows(r["standings"][key]):
+            table.add_row(f"{key} {what}", text)
     d = r["distillation"]
     if d:
         table.add_row("KL by quarter (nats a token)", "  ".join("-" if x is None else f"{x:.2e}" for x in d["kl_by_quarter"]))

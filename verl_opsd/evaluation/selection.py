@@ -111,7 +111,7 @@ def scan(
     arms = []
     for name in sorted(models, key=lambda n: n != base):
         verdicts = tuple(_verdict(g, table[g.metric].values[name], table[g.metric].values[base]) for g in gates)
-        arms.append(Arm(name, verdicts, _features(played_by[name]), losses.get(name)))
+        arms.append(Arm(name, verdicts, table["features_passed"].values[name], losses.get(name)))
     return arms
 
 
@@ -123,14 +123,6 @@ def _verdict(gate: QualificationGate, value: BehaviourValue, base: BehaviourValu
     if gate.over_base is not None:
         passed = passed and base.value is not None and x >= base.value + gate.over_base
     return Verdict(gate.name, value, passed)
-
-
-def _features(episodes: Sequence[Episode]) -> BehaviourValue:
-    from verl_opsd.evaluation.statistics import wilson
-
-    grades = [f.passed for e in episodes if e.in_standings and e.grade for f in e.grade.features]
-    ends = wilson(sum(grades), len(grades)) or (None, None)
-    return BehaviourValue(sum(grades) / len(grades) if grades else None, float(sum(grades)), len(grades), *ends)
 
 
 def chosen(arms: Sequence[Arm], base: str) -> str | None:

@@ -83,7 +83,8 @@ class Standing:
         planned, ran, scored: episodes; ``planned`` is None where no plan was recorded.
         void: fault kind -> episodes that it ended, in no denominator below but those of agents; ``answer_in_prompt``: episodes in
             which an agent read an answer, in none at all.
-        features: features passed of 2 a scored pair. pairs: both passed. pairs_any: at least one passed.
+        features: features passed of 2 a scored pair, by the harness' own verdict. features_strict: by the strict one, which reward
+            follows. pairs: both passed for the harness. pairs_any: at least one.
         non_empty, submitted, opened_pr: agents, of all agents that ended their run (those of a pair whose grading
             failed too: what they handed in is known).
         median_patch_bytes: over the same agents, empty patches as 0. median_non_empty_bytes: over the others.
@@ -94,6 +95,7 @@ class Standing:
         policy_tokens_per_pair, prompt_tokens_per_pair: written and read (each call's whole prompt), means; None where no
             token counts were recorded. cost_per_pair: in the unit that the episodes recorded, None where none was.
         grid: one cell a pair, sorted by pair.
+        differences: where the two verdicts differ, a line a feature.
         stamps: reasons why these are not scores of the benchmark that the tasks are named after.
         episodes: ids of all episodes that ran, sorted.
         invalidated: invalidations that reach the row, in words.
@@ -109,6 +111,7 @@ class Standing:
     scored: int
     void: dict[str, int]
     features: Rate
+    features_strict: Rate
     pairs: Rate
     pairs_any: Rate
     non_empty: Rate
@@ -128,6 +131,7 @@ class Standing:
     prompt_tokens_per_pair: float | None
     cost_per_pair: float | None
     grid: tuple[Cell, ...]
+    differences: tuple[str, ...] = ()
     stamps: tuple[str, ...] = ()
     episodes: tuple[str, ...] = ()
     invalidated: tuple[str, ...] = ()

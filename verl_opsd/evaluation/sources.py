@@ -15,7 +15,7 @@ from verl_opsd.evaluation.compare import compare
 from verl_opsd.evaluation.design import Rerun, noise_floor
 from verl_opsd.evaluation.memory import uncollected
 from verl_opsd.evaluation.shapes import Comparison, Standing
-from verl_opsd.evaluation.standings import model_info, outcomes, standing
+from verl_opsd.evaluation.standings import by_version, model_info, outcomes, standing
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.records import Episode
 from verl_opsd.tokens.store import EpisodeStore
@@ -55,10 +55,9 @@ def load_models(specs: Sequence[str], split: str = "eval") -> dict[str, list[Epi
             )
         if not found:
             raise OpsdError(f"{folder} holds no {split} episodes", "a model in a table has some", "choose another --split")
-        versions = sorted({e.model_version for e in found if e.scored})
-        for e in found:
-            own = f"{name}@{e.model_version}" if len(versions) > 1 else name
-            models.setdefault(own, []).append(e)
+        versions = by_version(found)
+        for version, own in versions.items():
+            models.setdefault(f"{name}@{version}" if len(versions) > 1 else name, []).extend(own)
     return models
 
 

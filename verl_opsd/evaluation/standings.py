@@ -59,6 +59,27 @@ def model_info(run: Path, episodes: Sequence[Episode]) -> ModelInfo:
     )
 
 
+def by_version(episodes: Iterable[Episode]) -> dict[int, list[Episode]]:
+    """Policy version -> its episodes; what a fault ended before its first turn knows none and counts to the last version."""
+    episodes = list(episodes)
+    versions = sorted({e.model_version for e in episodes if e.scored} or {e.model_version for e in episodes})
+    out: dict[int, list[Episode]] = {v: [] for v in versions}
+    for e in episodes:
+        out[e.model_version if e.model_version in out else versions[-1]].append(e)
+    return out
+
+
+def rows_of_run(episodes: Sequence[Episode]) -> list[tuple[str, int | None, list[Episode]]]:
+    """What the tables of one run are about: key, policy version, episodes.
+
+    ``train``: the training episodes, of all versions (None). ``eval``: the last version that was evaluated; ``eval@N``: version N.
+    """
+    train = [e for e in episodes if e.split == "train"]
+    versions = by_version(e for e in episodes if e.split == "eval")
+    rows: list[tuple[str, int | None, list[Episode]]] = [("train", None, train)] if train else []
+    return rows + [("eval" if v == max(versions) else f"eval@{v}", v, own) for v, own in versions.items()]
+
+
 def standing(model: str, episodes: Iterable[Episode], info: ModelInfo | None = None) -> Standing:
     """One row of the standings. A model whose agents have all failed on infrastructure has a row without denominators.
 
@@ -81,6 +102,11 @@ def standing(model: str, episodes: Iterable[Episode], info: ModelInfo | None = N
     scored = [e for e in episodes if e.scored]
     agents = [(e, a) for e in episodes for a in e.agents]
     passed = {e.episode_id: _passed(e) for e in scored}
+    grades = [(e.episode_id, e.grade) for e in scored if e.grade is not None]
+    earned = {k: sum(f.earned for f in g.features) for k, g in grades}
+
+    def of_features(counts: Mapping[str, int]) -> Rate:
+        return rate(sum(counts.values()), 2 * len(scored), "features of scored pairs", (k for k, n in counts.items() if n))
 
     def of_pairs(least: int) -> Rate:
         hits = [k for k, n in passed.items() if n >= least]
@@ -90,7 +116,7 @@ def standing(model: str, episodes: Iterable[Episode], info: ModelInfo | None = N
         return rate(len(hits), len(agents), "agents that ended their run", (e.episode_id for e, _ in hits))
 
     sizes = [patch_bytes(a) for _, a in agents]
-    merges = Counter(merge_of(e.grade) for e in scored if e.grade is not None)
+    merges = Counter(merge_of(g) for _, g in grades)
     work = Counter(who_did_it(e, info.alone.get(e.episode_id)) for e in scored)
     why = Counter(c for e in scored for c in causes(e))
     tokens = _tokens(scored)
@@ -104,7 +130,8 @@ def standing(model: str, episodes: Iterable[Episode], info: ModelInfo | None = N
         ran=len(ids),
         scored=len(scored),
         void=dict(sorted(void.items())),
-        features=rate(sum(passed.values()), 2 * len(scored), "features of scored pairs", (k for k, n in passed.items() if n)),
+        features=of_features(passed),
+        features_strict=of_features(earned),
         pairs=of_pairs(2),
         pairs_any=of_pairs(1),
         non_empty=of_agents([(e, a) for e, a in agents if not is_empty(a, e.grade)]),
@@ -126,6 +153,7 @@ def standing(model: str, episodes: Iterable[Episode], info: ModelInfo | None = N
         if tokens is None or info.prices is None
         else sum(t * p for t, p in zip(tokens, info.prices, strict=True)) / 1e6,
         grid=_grid(episodes),
+        differences=tuple(f"{k}: {line}" for k, g in grades for line in g.differences),
         stamps=tuple(sorted({e.near_benchmark for e in episodes if e.near_benchmark})),
         episodes=ids,
         invalidated=info.invalidated,

@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.page.plots import interval
 from verl_opsd.evaluation.shapes import Standing
-from verl_opsd.evaluation.standings import model_info, standing
+from verl_opsd.evaluation.standings import by_version, model_info, standing
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.store import EpisodeStore
 
@@ -91,8 +91,7 @@ def _standing(run: RunDir, overrides: dict[str, str], swept: Sequence[str]) -> S
     episodes = [e for e in EpisodeStore(run.episodes).episodes() if e.split == "eval"]
     if not episodes:
         return None
-    last = max(e.model_version for e in episodes)
-    kept = [e for e in episodes if e.model_version == last or not e.scored]
+    _, kept = max(by_version(episodes).items())
     name = " ".join(f"{k}={overrides.get(k, '')}" for k in swept) or run.path.name
     return standing(name, kept, model_info(run.path, kept))
 

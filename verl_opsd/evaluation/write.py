@@ -88,7 +88,6 @@ def write_comparison(paths: Sequence[Path], target: Path, options: Options, teac
 def _more(page: Page, data: RunData) -> dict[str, Any]:
     """What the page adds to a run's report, as plain values."""
     return {
-        "standings": [asdict(s) for m, s in zip(page.models, page.found, strict=True) if m.run is data],
         "numbers": as_json(page.numbers[data.name]),
         "predictions": {
             name: [

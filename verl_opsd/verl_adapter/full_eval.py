@@ -15,6 +15,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.alone import grade_alone
 from verl_opsd.evaluation.model_size import model_size
 from verl_opsd.evaluation.plan import Progress, missing, read_plan, running, set_aside_faults, write_plan
+from verl_opsd.evaluation.standings import standing
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.store import EpisodeStore
 
@@ -83,8 +84,7 @@ def evaluate(trainer: Any, validate: Callable[[], Any]) -> dict[str, float]:
         )
         run.evidence("graded_alone", len(episodes) - len(faults), None, None, str(faults or ""))
     print(f"verl-opsd: {running(episodes, planned)}", flush=True)
-    scored = [e for e in episodes if e.in_standings and e.grade is not None]
-    passed = [sum(f.passed for f in e.grade.features) for e in scored if e.grade is not None]
-    counts = {"planned": float(planned), "ran": float(len(episodes)), "scored": float(len(scored))}
-    rates = {"features": sum(passed) / (2 * len(scored)), "pairs": sum(n == 2 for n in passed) / len(scored)} if scored else {}
+    row = standing("eval", episodes)
+    counts = {"planned": float(planned), "ran": float(row.ran), "scored": float(row.scored)}
+    rates = {k: r.value for k, r in (("features", row.features), ("pairs", row.pairs)) if r.value is not None}
     return {f"opsd/{k}": v for k, v in (counts | rates).items()}

@@ -37,7 +37,7 @@ def test_what_the_design_shows_is_printed_before_and_standings_while_it_runs(run
     first, _, _ = runs
     assert "cannot be shown with this design" in first.output
     assert first.output.index("with this design") < first.output.index("planned 2, ran 2, scored 2, void 0: features")
-    assert report(first.directory)["eval"]["episodes"]["scored"] == 2
+    assert report(first.directory)["standings"]["eval"]["scored"] == 2
 
 
 def test_each_patch_is_graded_alone(runs):

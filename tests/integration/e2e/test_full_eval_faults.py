@@ -34,8 +34,8 @@ def test_a_fault_is_void_after_its_retries_and_no_score_of_zero(job, capsys):
     assert outcomes["eval-00000-00001-0"] == "scored" and outcomes["eval-00000-00000-0"].startswith("infra:")
     lines = [json.loads(x) for x in (job.directory / "faults.jsonl").read_text().splitlines()]
     assert [(x["episode"], x["attempt"]) for x in lines] == [("eval-00000-00000-0", 0), ("eval-00000-00000-0", 1)]
-    said = report(job.directory)["eval"]
-    assert (said["episodes"]["ran"], said["episodes"]["scored"], said["features"]["total"]) == (2, 1, 2)
+    said = report(job.directory)["standings"]["eval"]
+    assert (said["ran"], said["scored"], said["features"]["total"]) == (2, 1, 2)
     assert main(["standings", str(job.directory), "--json", str(job.cwd / "s.json")]) == 0
     (row,) = json.loads((job.cwd / "s.json").read_text())["standings"]
     assert (row["planned"], row["ran"], row["scored"], sum(row["void"].values())) == (2, 2, 1, 1)

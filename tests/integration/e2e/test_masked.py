@@ -40,7 +40,7 @@ def test_the_positions_above_the_threshold_before_the_first_step_train_in_both_e
 def test_the_loss_is_the_masked_mean_where_every_reward_is_the_same(job):
     """No pair passes anything, so every advantage is 0 and the policy-gradient term adds nothing."""
     said = report(job.directory)
-    assert said["train"]["features"]["passed"] == 0
+    assert said["standings"]["train"]["features"]["passed"] == 0
     for values, loss in zip(telemetry(job.directory), said["loss_by_round"], strict=True):
         steps = [values["step"] == s for s in np.unique(values["step"])]
         assert loss == pytest.approx(np.mean([(values["coef"] * values["divergence"])[s].sum() for s in steps]), rel=1e-4)

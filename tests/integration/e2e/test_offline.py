@@ -73,7 +73,7 @@ def test_controls_publication_and_evaluation(job):
     assert len(published) == 2 * 2  # one server a rank: at the start and after the update
     assert all(g["value"] <= 1e-6 for g in published)
     assert {r["model_version"] for r in table(run, "turns", "eval")} == {1}
-    assert report(run)["eval"]["episodes"]["scored"] == 1
+    assert report(run)["standings"]["eval"]["scored"] == 1
 
 
 def test_a_corpus_of_another_contract_is_refused_field_by_field(online, tmp_path):

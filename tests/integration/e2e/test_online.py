@@ -50,29 +50,27 @@ def test_the_contracts_limits_hold(online):
 
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_standings_agree_with_the_store(online, split):
-    run, said = online.directory, report(online.directory)[split]
+    run, said = online.directory, report(online.directory)["standings"][split]
     episodes, grades, turns = (table(run, name, split) for name in ("episodes", "grades", "turns"))
     scored = [e["episode_id"] for e in episodes if e["outcome"] == "scored"]
     agents = [a for e in episodes for a in e["agents"]]
-    assert said["episodes"] == {
-        "ran": len(episodes),
-        "scored": len(scored),
-        "outcomes": dict(Counter(e["outcome"] for e in episodes)),
-    }
+    assert (said["ran"], said["scored"], said["void"]) == (len(episodes), len(scored), {})
     assert len(scored) == len(episodes) == (ROUNDS * PAIRS if split == "train" else 1)
     assert len(grades) == 2 * len(scored)
     passed = Counter(g["episode_id"] for g in grades if g["passed"])
     assert (said["features"]["passed"], said["features"]["total"]) == (passed.total(), len(grades))
     assert (said["pairs"]["passed"], said["pairs"]["total"]) == (sum(n == 2 for n in passed.values()), len(scored))
     assert sum(said["merges"].values()) == len(scored)
-    assert said["agents"]["turns"] == len(turns)
-    assert said["agents"]["messages_sent"] == sum(a["sent_messages"] for a in agents)
-    assert said["agents"]["non_empty_patches"]["passed"] == sum(bool(a["patch"].strip()) for a in agents)
+    assert said["policy_tokens_per_pair"] * len(scored) == sum(len(t["response_ids"]) for t in turns)
+    assert said["messages_per_pair"] * len(scored) == pytest.approx(sum(a["sent_messages"] for a in agents))
+    assert said["non_empty"]["passed"] == sum(bool(a["patch"].strip()) for a in agents)
     # Wilson's interval of k of n at z = 1.96, from its formula
     for rate in (said["features"], said["pairs"]):
         n, p, z = rate["total"], rate["passed"] / rate["total"], 1.959964
         middle, half = (p + z * z / 2 / n), z * np.sqrt(p * (1 - p) / n + z * z / 4 / n / n)
-        assert rate["ci95"] == pytest.approx([(middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)], abs=1e-6)
+        assert [rate["low"], rate["high"]] == pytest.approx(
+            [(middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)], abs=1e-6
+        )
 
 
 def test_every_sampled_token_of_training_is_a_loss_position_once(online):
@@ -160,7 +158,7 @@ def test_the_table_is_printed_at_the_end_and_by_the_command(online):
     command = [sys.executable, "-m", "verl_opsd.cli.main", "report", str(online.directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     said = report(online.directory)
-    features = said["train"]["features"]
+    features = said["standings"]["train"]["features"]
     for text in (online.output, done.stdout):
         assert f"opd (scale local, contract {said['contract'][:12]})" in text
         assert f"{features['passed']} of {features['total']}  (95%" in text

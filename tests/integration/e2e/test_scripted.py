@@ -112,10 +112,10 @@ def test_one_feature_alone_passes_alone(job):
 
 
 def test_the_report_and_the_rewards_say_the_same(job):
-    said = report(job.directory)
+    said = report(job.directory)["standings"]
     assert (said["train"]["features"]["passed"], said["train"]["pairs"]["passed"]) == (2, 1)
     assert (said["eval"]["features"]["passed"], said["eval"]["pairs"]["passed"]) == (1, 0)
-    assert said["train"]["merges"] == {"clean": 1, "conflicts": 1}
+    assert said["train"]["merges"] == {"clean_both": 1, "conflicts": 1}
     # verl's own reward metrics of the step: pair rewards 1 and 0
     assert "critic/score/max:1.0" in job.output and "critic/score/min:0.0" in job.output
 

@@ -60,8 +60,9 @@ def test_kill_9_resume_and_a_masked_episode(job: Callable[..., Job]):
     of_round_2 = {"train-00002-00000-0": "scored", "train-00002-00001-0": "scored"}
     assert second.episodes() == {**of_round_1, **of_round_2, "eval-00002-00000-0": "scored"}
     report = json.loads((second.run / "report.json").read_text())
-    assert report["train"]["episodes"] == {"ran": 4, "scored": 3, "outcomes": {"scored": 3, "infra:engine_died": 1}}
-    assert report["eval"]["episodes"]["ran"] == 1
+    train = report["standings"]["train"]
+    assert (train["ran"], train["scored"], train["void"]) == (4, 3, {"engine_died": 1})
+    assert report["standings"]["eval"]["ran"] == 1
     assert len(report["loss_by_round"]) == 2 and len(report["distillation"]["kl_by_round"]) == 2
     names = sorted(p.name for p in (second.run / "stages").iterdir())
     assert names == sorted(
@@ -138,7 +139,7 @@ def test_a_student_rank_that_dies_stops_the_run_which_resumes(job: Callable[...,
     wait_for(lambda: third.watch() and third.process.poll() is not None, START_S, "end of the run")
     assert third.process.returncode == 0, third.text()[-5000:]
     report = json.loads((third.run / "report.json").read_text())
-    assert len(report["loss_by_round"]) == 2 and report["train"]["episodes"]["scored"] == 4
+    assert len(report["loss_by_round"]) == 2 and report["standings"]["train"]["scored"] == 4
     resumed = [json.loads(x) for x in (third.run / "evidence.jsonl").read_text().splitlines() if '"resume"' in x]
     assert [r["value"] for r in resumed] == [1, 1]
     third.require_clean()

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from verl_opsd.cli.main import main
 from verl_opsd.cooperbench.dataset import load_subset
 from verl_opsd.corpus.records import read_manifest
-from verl_opsd.evaluation.report import standings
+from verl_opsd.evaluation.standings import standing
 from verl_opsd.evaluation.statistics import fisher
 from verl_opsd.models.tiny import WARM, make_tiny
 
@@ -53,11 +53,12 @@ def test_experts_whose_branches_conflict_are_left_out(arms):
 
 def test_it_passes_what_it_could_not_pass_before(arms):
     before, after, unseen = (
-        standings(arms["played"][k])["features"] for k in (("untouched", "known"), ("trained", "known"), ("trained", "unseen"))
+        standing(k[0], arms["played"][k]).features
+        for k in (("untouched", "known"), ("trained", "known"), ("trained", "unseen"))
     )
-    assert (before["passed"], before["total"], after["total"]) == (0, 8, 8)
-    assert fisher(before["passed"], before["total"], after["passed"], after["total"]) < 0.05, after
-    assert (unseen["passed"], unseen["total"]) == (0, 4)
+    assert (before.passed, before.total, after.total) == (0, 8, 8)
+    assert fisher(before.passed, before.total, after.passed, after.total) < 0.05, after
+    assert (unseen.passed, unseen.total) == (0, 4)
 
 
 def test_its_agents_submit_where_the_untouched_ones_run_into_their_limits(arms):
@@ -78,5 +79,5 @@ def test_the_exported_folder_was_guarded(arms):
 
 def test_the_shipped_student_passes_trained_pairs(script, tmp_path):
     pairs = [p for p in load_subset("pocket_train", split="train") if p.features == (1, 2) and p.repo != "pocket_routes_task"]
-    found = standings(script.play(WARM, pairs, tmp_path / "run", scripted=False, seed=2, repeats=2))["features"]
-    assert found["total"] == 8 and fisher(0, 8, found["passed"], 8) < 0.05, found
+    found = standing("shipped", script.play(WARM, pairs, tmp_path / "run", scripted=False, seed=2, repeats=2)).features
+    assert found.total == 8 and fisher(0, 8, found.passed, 8) < 0.05, found

@@ -49,7 +49,7 @@ def test_one_round_trains_publishes_the_adapter_and_evaluates(tmp_path):
     stages = {p.stem for p in (tmp_path / "run" / "stages").iterdir()}
     assert {"0001-collect", "0001-train", "0001-publish", "0001-evaluate"} <= stages
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert report["train"]["episodes"]["scored"] == 1 and report["eval"]["episodes"]["scored"] == 1
+    assert report["standings"]["train"]["scored"] == 1 and report["standings"]["eval"]["scored"] == 1
 
 
 @needs_vllm

@@ -269,7 +269,7 @@ def test_a_page_that_fails_is_on_record_and_loud(run, monkeypatch):
         write_report(run, read_meta(run)[1])
     last = lines(run.path)[-1]
     assert (last["gate"], last["verdict"], last["detail"]) == ("report", "fail", "ZeroDivisionError: division by zero")
-    assert json.loads(run.report.read_text())["eval"]["episodes"]["ran"] == 16 and not (run.path / "report.html").exists()
+    assert json.loads(run.report.read_text())["standings"]["eval"]["ran"] == 8 and not (run.path / "report.html").exists()
 
 
 def test_text_of_agents_is_text(tmp_path):

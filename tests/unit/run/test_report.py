@@ -8,7 +8,8 @@ import pytest
 
 from verl_opsd.config import LossConfig, ThresholdConfig
 from verl_opsd.errors import OpsdError
-from verl_opsd.evaluation.report import ledger, rate, standings, telemetry
+from verl_opsd.evaluation.report import ledger, standing_rows, telemetry
+from verl_opsd.evaluation.standings import standing
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade
 from verl_opsd.verl_adapter.guards import kl_rows
@@ -24,29 +25,28 @@ def episode(
     return Episode(name, "repo", 1, (1, 2), "train", "c", outcome, (), agents, grade, briefs or {}, 0)
 
 
-def test_standings_count_scored_episodes_only():
-    got = standings(
-        [
-            episode("a", (True, True)),
-            episode("b", (True, False), patches=("a", "")),
-            episode("c", (False, False), merge="conflicts"),
-            episode("d", (False, False), outcome="infra:engine_died"),
-        ]
+def rows(*episodes: Episode) -> dict[str, str]:
+    return dict(standing_rows(dataclasses.asdict(standing("m", episodes))))
+
+
+def test_the_table_counts_scored_episodes_only():
+    got = rows(
+        episode("a", (True, True)),
+        episode("b", (True, False), patches=("a", "")),
+        episode("c", (False, False), merge="conflicts"),
+        episode("d", (False, False), outcome="infra:engine_died"),
     )
-    assert got["episodes"] == {"ran": 4, "scored": 3, "outcomes": {"scored": 3, "infra:engine_died": 1}}
-    assert got["merges"] == {"clean": 1, "clean_one_empty": 1, "conflicts": 1}
-    assert (got["features"]["passed"], got["features"]["total"]) == (3, 6)
-    assert (got["pairs"]["passed"], got["pairs"]["total"]) == (1, 3)
-    assert got["agents"]["non_empty_patches"]["passed"] == 5
-    assert got["agents"]["messages_sent"] == 3
+    assert got["episodes"] == "3 scored of 4, void: 1 engine died"
+    assert got["merges"] == "1 clean both, 1 clean one empty, 1 conflicts"
+    assert got["features passed"].startswith("3 of 6 ") and got["pairs passed"].startswith("1 of 3 ")
+    assert got["agents"] == "8 Submitted" and not {"stamp", "features passed, strictly"} & set(got)
 
 
 def test_an_answer_in_an_agents_own_prompt_counts_nowhere():
     plain, told = episode("a", (True, False)), episode("b", (True, True), briefs={"agent1": "none", "agent2": "answer"})
     guided = episode("c", (False, False), briefs={"agent1": "guidance", "agent2": "scope"})
-    got = standings([plain, told, guided])
-    assert (got["episodes"]["ran"], got["episodes"]["scored"], got["answer_in_prompt"]) == (3, 2, 1)
-    assert (got["features"]["passed"], got["features"]["total"]) == (1, 4)
+    got = rows(plain, told, guided)
+    assert got["episodes"] == "2 scored of 3, void: 1 answer in prompt" and got["features passed"].startswith("1 of 4 ")
 
 
 def test_the_strict_grade_stands_beside_the_harness_own():
@@ -55,25 +55,20 @@ def test_the_strict_grade_stands_beside_the_harness_own():
         FeatureGrade(2, False, 0, 0, None, "", True, "agent2 did both"),
     )
     graded = dataclasses.replace(episode("a", (True, True)), grade=Grade("clean", "naive", {"agent1": "applied"}, features))
-    got = standings([graded, episode("b", (True, True))])
-    assert got["features"]["passed"] == 3 and got["features_strict"]["passed"] == 3
-    assert got["differences"] == [
+    got = rows(graded, episode("b", (True, True)))
+    assert got["features passed"].startswith("3 of 4 ") and got["features passed, strictly"].startswith("3 of 4 ")
+    assert got["where the grades differ"].splitlines() == [
         "a: feature 1 passes for the harness and fails strictly: a free point",
         "a: feature 2 fails for the harness and passes strictly: agent2 did both",
     ]
     assert graded.grade.reward == 0.5
-
-
-def test_wilson_interval_of_five_in_ten():
-    low, high = rate(5, 10)["ci95"]
-    z = 1.959963984540054
-    centre, half = (0.5 + z * z / 20) / (1 + z * z / 10), z * np.sqrt(0.025 + z * z / 400) / (1 + z * z / 10)
-    assert (low, high) == pytest.approx((centre - half, centre + half), abs=1e-9)
-    assert (round(low, 3), round(high, 3)) == (0.237, 0.763)
+    many = [dataclasses.replace(graded, episode_id=f"e{k}") for k in range(4)]
+    assert rows(*many)["where the grades differ"].splitlines()[-1] == "and 3 more, in report.json"
 
 
 def test_nothing_scored_has_no_interval():
-    assert rate(0, 0) == {"passed": 0, "total": 0, "rate": None, "ci95": None}
+    got = rows(episode("d", (False, False), outcome="infra:engine_died"))
+    assert (got["features passed"], got["merges"]) == ("none scored", "none scored")
 
 
 def test_quarters_follow_training_order_over_rounds(tmp_path):

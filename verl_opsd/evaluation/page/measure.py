@@ -14,9 +14,8 @@ from verl_opsd.evaluation.numbers import behaviour_numbers, training_numbers
 from verl_opsd.evaluation.page.gather import RunData
 from verl_opsd.evaluation.page.parts import Model
 from verl_opsd.evaluation.shapes import BehaviourTable, Comparison, Standing
-from verl_opsd.evaluation.standings import model_info, outcomes, standing
+from verl_opsd.evaluation.standings import model_info, outcomes, rows_of_run, standing
 from verl_opsd.evidence.predictions import Judged, Number, judge
-from verl_opsd.tokens.records import Episode
 
 
 @dataclass(frozen=True)
@@ -46,25 +45,13 @@ def models_of(runs: Sequence[RunData]) -> list[Model]:
     evaluated version of each (its training episodes where none was)."""
     out: list[Model] = []
     for r in runs:
-        versions = sorted(
-            {e.model_version for e in r.episodes if e.split == "eval" and e.scored}
-            or {e.model_version for e in r.episodes if e.split == "eval"}
-        )
-        by_version = {v: [e for e in r.episodes if e.split == "eval" and e.model_version == v] for v in versions}
-        lost = [e for e in r.episodes if e.split == "eval" and e.model_version not in by_version]
-        if versions and lost:  # a pair that failed before its first turn has no version
-            by_version[versions[-1]] += lost
-        train = [e for e in r.episodes if e.split == "train"]
-        chosen: list[tuple[str, str, int | None, list[Episode]]] = []
-        if len(runs) > 1 and versions:
-            chosen = [(f"{r.name}:eval", r.name, versions[-1], by_version[versions[-1]])]
-        elif len(runs) > 1:
-            chosen = [(f"{r.name}:train", f"{r.name} (training)", None, train)]
+        rows = rows_of_run(r.episodes)
+        if len(runs) > 1:
+            last = next((row for row in reversed(rows) if row[1] is not None), None)
+            chosen = [(f"{r.name}:eval", r.name, *last[1:])] if last else []
+            chosen = chosen or [(f"{r.name}:train", f"{r.name} (training)", *row[1:]) for row in rows]
         else:
-            chosen += [("train", "training episodes", None, train)] if train else []
-            chosen += [
-                ("eval" if v == versions[-1] else f"eval@{v}", f"evaluation, version {v}", v, by_version[v]) for v in versions
-            ]
+            chosen = [(k, "training episodes" if v is None else f"evaluation, version {v}", v, own) for k, v, own in rows]
         out += [
             Model(
                 key,

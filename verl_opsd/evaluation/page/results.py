@@ -21,11 +21,14 @@ from verl_opsd.evaluation.page.parts import (
     text,
     value_cell,
 )
-from verl_opsd.evaluation.shapes import CAUSES, MERGES, BehaviourTable, Comparison, Standing
+from verl_opsd.evaluation.shapes import CAUSES, MERGES, WORK, BehaviourTable, Comparison, Standing
 
 #: Groups of the behaviour table that have a table of their own above the fold.
 _SHOWN = ("actions", "communication")
+#: Lines under a rate that say where the two verdicts on a feature differ.
+_DIFFERENCES = 3
 _WORDS = {
+    "one_did_both": "one did both",
     "both_empty": "both empty",
     "clean_both": "clean, both",
     "clean_one_empty": "clean, one empty",
@@ -38,7 +41,7 @@ _WORDS = {
 
 
 def standings(models: Sequence[Model], found: Sequence[Standing], numbering: Numbering, linker: Linker) -> list[Part]:
-    """Passes with intervals, merges and failure causes, one row a model."""
+    """Passes with intervals, what was handed in and what it took, merges, failure causes and who did the work, one row a model."""
     first, second = [], []
     for m, s in zip(models, found, strict=True):
         kind, notes = standing_of(m)
@@ -54,6 +57,10 @@ def standings(models: Sequence[Model], found: Sequence[Standing], numbering: Num
                 rate_cell(s.pairs, f"{m.label}: pairs passed", name, linker, plot=True),
                 rate_cell(s.pairs_any, f"{m.label}: pairs with a pass", name, linker),
                 rate_cell(s.features, f"{m.label}: features passed", name, linker, plot=True),
+                rate_cell(s.features_strict, f"{m.label}: features passed, strictly", name, linker)
+                | {"notes": list(s.differences[:_DIFFERENCES])}
+                if s.differences
+                else cell(""),
                 kind=kind,
             )
         )
@@ -69,13 +76,13 @@ def standings(models: Sequence[Model], found: Sequence[Standing], numbering: Num
                 cell(m.label, keep=True),
                 rate_cell(s.non_empty, f"{m.label}: non-empty patches", name, linker),
                 rate_cell(s.submitted, f"{m.label}: submitted", name, linker),
-                cell(plots.number(s.median_patch_bytes)),
+                cell(plots.number(s.median_patch_bytes), tip=f"of non-empty patches {plots.number(s.median_non_empty_bytes)}"),
                 cell(plots.number(s.median_steps)),
                 *(cell(_count(x)) for x in per_pair),
-                cell("-" if s.parameters is None else f"{s.parameters / 1e9:.3g} B"),
+                *(cell("-" if n is None else f"{n:,}") for n in (s.parameters, s.active_parameters)),
                 cell(
-                    (s.serving.get("manifest") or s.serving.get("serving") or "-").split()[0],
-                    tip=", ".join(f"{k} {v}" for k, v in s.serving.items()),
+                    s.serving.get("manifest") or s.serving.get("engine") or s.serving.get("serving") or "-",
+                    notes=[f"{k} {v}" for k, v in s.serving.items() if k not in ("manifest", "engine", "serving")],
                 ),
                 kind=kind,
             )
@@ -84,7 +91,7 @@ def standings(models: Sequence[Model], found: Sequence[Standing], numbering: Num
         numbering.table(
             "Standings. Passes are counted on the merged tree over scored pairs; bars are 95% Wilson intervals from 0 to 100%. "
             "Infrastructure faults are void and in no denominator. An underlined number shows the episodes behind it.",
-            head("<", "planned", "ran", "void", "scored", "both features pass", "one or both", "features passed"),
+            head("<", "planned", "ran", "void", "scored", "both features pass", "one or both", "features passed", "strictly"),
             first,
             known=True,
         ),
@@ -101,7 +108,8 @@ def standings(models: Sequence[Model], found: Sequence[Standing], numbering: Num
                 "tokens written",
                 "tokens read",
                 "cost",
-                "model",
+                "parameters",
+                "active",
                 "<serving",
             ),
             second,
@@ -118,7 +126,19 @@ def standings(models: Sequence[Model], found: Sequence[Standing], numbering: Num
             for m, s in zip(models, found, strict=True)
         ],
     )
-    return [*out, third]
+    work = [w for w in WORK if any(s.work.get(w) for s in found)]
+    if not set(work) - {"ungraded"}:
+        return [
+            *out,
+            third,
+            text("Who did the work is not known: no patch was graded alone (opsd standings --grade-alone).", True),
+        ]
+    fourth = numbering.table(
+        "Who did a pair's work, from each patch alone on both suites.",
+        head("<", *(_WORDS.get(x, x) for x in work)),
+        [row(cell(m.label), *(cell(s.work.get(x, 0)) for x in work)) for m, s in zip(models, found, strict=True)],
+    )
+    return [*out, third, fourth]
 
 
 def _count(x: float | None) -> str:
