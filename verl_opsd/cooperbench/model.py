@@ -30,11 +30,16 @@ class GatewayModel(LitellmModel):
         loop: running event loop that the session belongs to.
         guard: stop signal and limits.
         templates: the ``model`` block of the harness' configuration.
+
+    Attributes:
+        prompt_tokens, completion_tokens: of all calls that were answered, whatever became of the reply: the harness drops
+            malformed replies from its history, and later summaries too.
     """
 
     def __init__(self, session: ChatSession, *, loop: asyncio.AbstractEventLoop, guard: RunGuard, templates: Mapping[str, Any]):
         super().__init__(model_name="gateway", **templates)
         self._session, self._loop, self._guard = session, loop, guard
+        self.prompt_tokens = self.completion_tokens = 0
 
     def query(self, messages: list[Message], **kwargs: Any) -> Message:
         """One policy turn.
@@ -66,7 +71,10 @@ class GatewayModel(LitellmModel):
     def _chat(self, messages: list[Message], tools: Tools, kind: TurnKind) -> Reply:
         self._guard.check()
         call = self._session.chat(messages, tools, kind=kind)
-        return self._guard.result(asyncio.run_coroutine_threadsafe(call, self._loop))
+        reply: Reply = self._guard.result(asyncio.run_coroutine_threadsafe(call, self._loop))
+        self.prompt_tokens += reply.prompt_tokens
+        self.completion_tokens += reply.completion_tokens
+        return reply
 
     def _mark(self, turn: int, kind: TurnKind) -> None:
         async def mark() -> None:

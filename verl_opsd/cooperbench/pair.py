@@ -160,8 +160,9 @@ class PairPlace:
             "compaction_enabled": contract.compaction,
             "compaction_token_trigger": contract.compaction_trigger,
         }
+        model = GatewayModel(session, loop=loop, guard=guard, templates=self._config["model"])
         agent = PairAgent(
-            GatewayModel(session, loop=loop, guard=guard, templates=self._config["model"]),
+            model,
             env,
             comm=place.mailbox,
             agent_id=agent_id,
@@ -189,6 +190,8 @@ class PairPlace:
             sent_messages=len(agent.sent_messages),
             opened_pr=self.remote.opened_pr(agent_id),
             error=ended.get("detail") or None,
+            prompt_tokens=model.prompt_tokens,
+            completion_tokens=model.completion_tokens,
         )
         return outcome, agent.history()
 

@@ -16,7 +16,7 @@ from verl_opsd.errors import InfraFault
 #: Equal faults of one pair after which it is not run any more.
 LIMIT = 2
 #: Faults of the host or of a server, whichever pair meets them: no reason to give up a pair.
-NOT_OF_A_PAIR = ("engine_died", "sandbox_unreachable", "message_store", "teacher_", "quarantined")
+NOT_OF_A_PAIR = ("engine_died", "sandbox_unreachable", "message_store", "teacher_", "endpoint_", "quarantined")
 #: What differs between two equal faults: numbers, hexadecimal names and paths.
 _VARIES = re.compile(r"/\S+|\b[0-9a-f]{6,}\b|\d+")
 

@@ -20,6 +20,7 @@ from verl_opsd.cooperbench.grading_pool import GradingPool
 from verl_opsd.cooperbench.harness import AGENTS
 from verl_opsd.cooperbench.identity import load_harness
 from verl_opsd.cooperbench.prepare import load_prepared
+from verl_opsd.cooperbench.quarantine import Quarantine
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import InfraFault, OpsdError
 from verl_opsd.evaluation.plan import Progress, episode_id, missing, record_fault
@@ -47,7 +48,8 @@ class EndpointSession:
 
         Raises:
             ContextOverflow: the endpoint refused the prompt for its length.
-            InfraFault: ``endpoint_died`` (no answer, or a server error, three times) or ``endpoint_refused``.
+            InfraFault: ``endpoint_died`` (no answer, or a server error, three times), ``endpoint_refused``, or
+                ``endpoint_bad_reply``: it does not say how many tokens it read and wrote.
         """
         c = self._contract
         body: dict[str, Any] = {
@@ -67,13 +69,15 @@ class EndpointSession:
             k: v for k, v in choice["message"].items() if k in ("role", "content", "tool_calls", "reasoning_content") and v
         }
         usage = answer.get("usage") or {}
+        if None in (usage.get("prompt_tokens"), usage.get("completion_tokens")):
+            raise _fault("endpoint_bad_reply", self._client, f"a reply without its token counts: usage={answer.get('usage')!r}")
         turn = self._turns
         self._turns += 1
         return Reply(
             {"role": "assistant", "content": "", **message},
             turn,
-            int(usage.get("prompt_tokens") or 0),
-            int(usage.get("completion_tokens") or 0),
+            int(usage["prompt_tokens"]),
+            int(usage["completion_tokens"]),
             str(choice.get("finish_reason") or "stop"),
         )
 
@@ -165,7 +169,7 @@ async def run_plan(
     store = EpisodeStore(run.episodes, contract)
     rows = [p for p in pairs for _ in range(seeds)]
     slots, progress = asyncio.Semaphore(contract.concurrency), Progress(store, len(rows))
-    grading = GradingPool(GradingPool.size(contract.concurrency))
+    grading, quarantine = GradingPool(GradingPool.size(contract.concurrency)), Quarantine(run.path)
     with ThreadPoolExecutor(2 * contract.concurrency) as agents, contextlib.closing(grading):
 
         async def one(index: int) -> None:
@@ -182,6 +186,7 @@ async def run_plan(
                         agents=agents,
                         grading=grading,
                         allow_unsafe=allow_unsafe,
+                        quarantine=quarantine,
                     )
                     if fault is None:
                         break

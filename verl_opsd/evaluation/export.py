@@ -83,6 +83,7 @@ def _write_pair(folder: Path, run: str, e: Episode, grades: bool) -> None:
         write_json(folder / f"agent{a.feature_id}_traj.json", {**whole, "steps": a.steps, "messages": e.messages[a.agent_id]})
         (folder / f"agent{a.feature_id}.patch").write_bytes(a.patch.encode("utf-8", "surrogateescape"))
         entry = {"feature_id": a.feature_id, "status": a.status, "steps": a.steps, "cost": 0.0, "error": a.error}
+        entry |= {"input_tokens": a.prompt_tokens or 0, "output_tokens": a.completion_tokens or 0}
         agents[a.agent_id] = entry | {"patch_lines": len(a.patch.splitlines())}
     started, ended = (datetime.fromtimestamp(t, timezone.utc).isoformat() for t in (e.t_start, e.t_end))
     pair = {"repo": e.repo, "task_id": e.task_id, "features": list(e.features), "setting": "coop"}

@@ -191,9 +191,13 @@ def _tokens(scored: Sequence[Episode]) -> tuple[float, float] | None:
 
 
 def _tokens_of(episode: Episode) -> tuple[int, int] | None:
-    """Prompt and policy tokens of recorded turns; without turns, what the server said of each reply (``usage``)."""
+    """Prompt and policy tokens of recorded turns; without turns, what was counted of the server's ``usage``; in logs of others,
+    what the replies in the history say of it, which leaves out those that the harness refused."""
     if episode.turns:
         return sum(t.prompt_len for t in episode.turns), sum(len(t.response_ids) for t in episode.turns)
+    counted = [(a.prompt_tokens, a.completion_tokens) for a in episode.agents]
+    if counted and all(a is not None and b is not None for a, b in counted):
+        return sum(a or 0 for a, _ in counted), sum(b or 0 for _, b in counted)
     responses = [(m.get("extra") or {}).get("response") or {} for messages in episode.messages.values() for m in messages]
     usages = [u for r in responses if (u := r.get("usage"))]
     if not usages:

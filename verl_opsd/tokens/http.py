@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from verl_opsd.errors import InfraFault, OpsdError
 from verl_opsd.tokens.boundary import Message
 from verl_opsd.tokens.gateway import ContextOverflow, Gateway, Reply, Session, SessionBusy, Tools
-from verl_opsd.tokens.openai import ChatRequest, chunks, completion, error_body
+from verl_opsd.tokens.openai import ChatRequest, chunks, completion, error_body, models
 from verl_opsd.tokens.records import TurnKind
 
 #: Connections that may wait to be accepted; the kernel's own limit may be lower.
@@ -136,6 +136,7 @@ class GatewayServer:
         self._places = _Places(self.limits)
         self.app = FastAPI(openapi_url=None)
         self.app.post("/sessions/{session_id}/v1/chat/completions")(self._completions)
+        self.app.get("/sessions/{session_id}/v1/models")(self._models)
 
     async def __aenter__(self) -> GatewayServer:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -174,12 +175,22 @@ class GatewayServer:
         """Takes the session's address away; its records stay with the caller."""
         self._open = {name: other for name, other in self._open.items() if other is not access}
 
-    async def _completions(self, session_id: str, request: Request) -> Response:
+    def _entered(self, session_id: str, request: Request) -> Access | None:
+        """The session whose secret the request brings; None: there is no such session, or it is not its secret."""
         access = self._open.get(session_id)
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         expected = access.secret if access else secrets.token_urlsafe(32)
-        if not secrets.compare_digest(given.encode(), expected.encode()) or access is None:
-            return _refusal(401, "no such session, or not its secret", "authentication_error", "invalid_api_key")
+        return access if secrets.compare_digest(given.encode(), expected.encode()) else None
+
+    async def _models(self, session_id: str, request: Request) -> Response:
+        if self._entered(session_id, request) is None:
+            return _no_session()
+        return JSONResponse(models(self.gateway.contract.context_length))
+
+    async def _completions(self, session_id: str, request: Request) -> Response:
+        access = self._entered(session_id, request)
+        if access is None:
+            return _no_session()
         body = bytearray()
         async for part in request.stream():
             body += part
@@ -253,6 +264,10 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _no_session() -> Response:
+    return _refusal(401, "no such session, or not its secret", "authentication_error", "invalid_api_key")
 
 
 def _refusal(status: int, message: str, kind: str, code: str, retry_after_s: int | None = None) -> Response:

@@ -20,6 +20,9 @@ from verl_opsd.tokens.records import Sampling
 _PROMPT_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 _CLIENT_KEYS = frozenset({"provider_specific_fields", "annotations", "refusal", "audio", "function_call", "images"})
 
+#: Name by which a session lists what it serves; a request may name it otherwise.
+MODEL = "policy"
+
 
 class StreamOptions(BaseModel):
     """``include_usage``: a last chunk holds the token counts."""
@@ -147,6 +150,12 @@ def chunks(
     if request.stream_options and request.stream_options.include_usage:
         yield _event(_envelope(request, name, created, "chat.completion.chunk") | {"choices": [], "usage": _usage(reply)})
     yield "data: [DONE]\n\n"
+
+
+def models(context_length: int) -> dict[str, Any]:
+    """The list of models: one, whose name decides nothing; ``max_model_len`` is vLLM's, in tokens."""
+    one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "verl-opsd", "max_model_len": context_length}
+    return {"object": "list", "data": [one]}
 
 
 def error_body(message: str, kind: str, code: str) -> dict[str, Any]:

@@ -167,7 +167,13 @@ class Grade:
 
 @dataclass(frozen=True)
 class AgentOutcome:
-    """How one agent's run ended. ``status``: Submitted | LimitsExceeded | ... as the harness names it."""
+    """How one agent's run ended.
+
+    Attributes:
+        status: Submitted | LimitsExceeded | ... as the harness names it.
+        prompt_tokens, completion_tokens: read and written in all calls that were answered, those whose reply was refused as
+            malformed and summaries of a history included; None where nobody counted them (logs of others).
+    """
 
     agent_id: str
     feature_id: int
@@ -177,6 +183,8 @@ class AgentOutcome:
     sent_messages: int
     opened_pr: bool
     error: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
 
 
 @dataclass(frozen=True)

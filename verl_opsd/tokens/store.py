@@ -32,7 +32,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.records import AgentOutcome, Episode, FeatureGrade, Grade, Sampling, TurnRecord
 
 #: Version of the files' schema; files of another version are refused.
-STORE_SCHEMA = 3
+STORE_SCHEMA = 4
 
 _TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()
 TURNS = pa.schema(
@@ -85,6 +85,8 @@ AGENT = pa.struct(
         ("sent_messages", _INT),
         ("opened_pr", pa.bool_()),
         ("error", _TEXT),
+        ("prompt_tokens", _INT),
+        ("completion_tokens", _INT),
     ]
 )
 EPISODES = pa.schema(

@@ -53,7 +53,7 @@ from verl_opsd.verl_adapter.reduce import update_groups, with_coefficients, with
 from verl_opsd.verl_adapter.routes import models_of
 from verl_opsd.verl_adapter.teacher_queue import TeacherHandle, pools_of, score_rows, start_teachers
 from verl_opsd.verl_adapter.updates import mask_at_collection, rewards_of, rows_in_queue
-from verl_opsd.verl_adapter.watch import ActorWatch
+from verl_opsd.verl_adapter.watch import ActorWatch, queue_actors
 from verl_opsd.verl_adapter.worker import OpsdWorker
 
 #: Per-position values that the engine reports; saved as telemetry, never averaged by verl.
@@ -112,6 +112,7 @@ class OpsdTrainer(PPOTrainerSync):
     resource_pool_manager: ResourcePoolManager
     agent_loops: ActorWatch
     ranks: ActorWatch
+    queue: ActorWatch
 
     def __init__(self, config: Any):
         self.opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
@@ -138,11 +139,13 @@ class OpsdTrainer(PPOTrainerSync):
         wait = buffer._wait_for_next_poll
 
         def watched(*args: Any) -> float:
-            self.agent_loops.require_alive()
-            self.ranks.require_alive(" while episodes were played")
             if self.progress is not None:
                 self.progress.look()
-            return wait(*args)
+            now = wait(*args)
+            self.agent_loops.require_alive()
+            self.ranks.require_alive(" while episodes were played")
+            self.queue.require_alive(" while episodes were played")  # last: what comes next asks the queue
+            return now
 
         buffer._wait_for_next_poll = watched
         return buffer
@@ -210,9 +213,17 @@ class OpsdTrainer(PPOTrainerSync):
             "agent-loop worker",
             "its unfinished episodes are lost with it, and verl would wait for them for ever",
         )
+        self.queue = ActorWatch(
+            queue_actors(),
+            "process of TransferQueue",
+            "it holds the rows of this round, which are lost with it; episodes that ended are in the run's own store",
+        )
         with self.run_dir.stage(0, "start", started=self.run_dir.started()):
             pass  # it ends here: workers run, models are loaded, start-up checks have passed
-        with self.ranks.naming(lambda: f" in round {self.global_steps}"):
+        with (
+            self.ranks.naming(lambda: f" in round {self.global_steps}"),
+            self.queue.naming(lambda: f" in round {self.global_steps}"),
+        ):
             super().fit(agent_loop_manager)
         if self.config.trainer.save_freq <= 0 and not self.config.trainer.val_only:
             self._export_adapter(self.total_training_steps)

@@ -23,6 +23,14 @@ WAY_OUT = (
 DEATH_S = 10.0
 
 
+def queue_actors() -> list[Any]:
+    """Handles of the processes of TransferQueue, which hold the rows of a round: its controller, then its storage units. A client
+    waits minutes for a unit that has died, and for ever for the controller."""
+    controller = ray.get_actor("TransferQueueController", namespace="transfer_queue")
+    backend = ray.get(controller.get_config.remote()).backend
+    return [controller, *(ray.get_actor(name) for name in backend[backend.storage_backend].get("zmq_info") or ())]
+
+
 class ActorWatch:
     """Finds Ray actors that have died, without waiting for those that are busy.
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from verl_opsd.cli.main import main
+from verl_opsd.tokens.store import EpisodeStore
 
 MANIFEST = {
     "engine": "script 1",
@@ -29,6 +30,8 @@ class Script(ThreadingHTTPServer):
     broken = 0
     calls = 0
     as_text = False
+    refused = False  # the first reply of an agent is one that the harness refuses
+    usage = True
     lock = threading.Lock()
 
 
@@ -64,9 +67,12 @@ class Handler(BaseHTTPRequestHandler):
             "function": {"name": "bash", "arguments": json.dumps({"command": command})},
         }
         message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        warm_up = "echo ready" in str(asked["messages"])
+        if self.server.refused and not warm_up and "Tool call error" not in str(asked["messages"]):
+            message = {"role": "assistant", "content": "no call"}
         if self.server.as_text:
             message = {"role": "assistant", "content": '<tool_call>{"name": "bash"}</tool_call>'}
-        usage = {"prompt_tokens": 100, "completion_tokens": 5}
+        usage = {"prompt_tokens": 100, "completion_tokens": 5} if self.server.usage else None
         self.answer(200, {"choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": usage})
 
 
@@ -93,6 +99,7 @@ def arguments(server, tmp_path):
 @pytest.mark.slow
 def test_a_pair_runs_is_graded_and_is_not_run_twice(arguments, server, capsys):
     command, tmp = arguments
+    server.refused = True
     verified = [*command, "--no-alone", "--manifest", str(tmp / "manifest.yaml")]
     assert main(verified) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -104,6 +111,9 @@ def test_a_pair_runs_is_graded_and_is_not_run_twice(arguments, server, capsys):
     out = tmp / "s.json"
     assert main(["standings", str(tmp / "run"), "--json", str(out)]) == 0
     (row,) = json.loads(out.read_text())["standings"]
+    (episode,) = EpisodeStore(tmp / "run" / "episodes").episodes()
+    malformed = [m for h in episode.messages.values() for m in h if m.get("extra", {}).get("interrupt_type") == "FormatError"]
+    assert len(malformed) == 2  # one an agent; their replies stand in no history, and count
     # nudges after a submission without a pull request ask for further calls: 100 and 5 tokens each, at 1 and 10 a million
     n = calls - 1
     assert (row["prompt_tokens_per_pair"], row["policy_tokens_per_pair"]) == (100 * n, 5 * n)
@@ -127,6 +137,9 @@ def test_what_would_measure_the_server_is_refused_before_a_pair(arguments, serve
     command, tmp = arguments
     server.as_text = True
     assert main(command) == 2 and "came as text" in capsys.readouterr().err
+    server.as_text, server.usage = False, False
+    assert main(command) == 2 and "without its token counts" in capsys.readouterr().err
+    server.usage = True
     assert main([*command[:-4], "--model", "other"]) == 2 and "serves ['scripted']" in capsys.readouterr().err
     assert main([*command, "--set", "context_length=20000"]) == 2 and "max_model_len" in capsys.readouterr().err
     for key, value in (("tool_parser", "other"), ("context_length", 8), ("max_num_seqs", 1), ("unheard_of", 1)):

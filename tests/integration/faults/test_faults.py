@@ -171,3 +171,61 @@ def test_kill_9_of_the_engine_and_resume(job: Callable[..., Job]):
     moved = second.run / "interrupted" / "0" / "episodes"
     assert sorted(p.name for p in moved.iterdir()) == list(of_round_2)
     second.require_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["AgentLoopWorker", "TransferQueueStorageUnit", "TransferQueueController"])
+def test_kill_9_of_the_worker_or_of_the_store_and_resume(job: Callable[..., Job], which: str):
+    """The process that plays, or one that holds a round's rows, is ended in round 2, when one of its two episodes has ended."""
+    slow = {"agent1": [SLOW, LOOK], "agent2": [LOOK, LOOK]}
+    keys = ["trainer.total_training_steps=2", "trainer.save_freq=1", "opsd.contract.command_timeout_s=30"]
+    first = job({FIRST: slow, SECOND: BOTH, EVALUATED: BOTH}, *keys)
+    wait_for(lambda: first.watch() and (first.run / "stages" / "0001-publish.json").exists(), START_S, "round 1", first)
+    wait_for(lambda: "train-00002-00001-0" in first.episodes(), 120 * load(), "stored episode of round 2", first)
+    store = first.actor(which)
+    assert store is not None, sorted(first.seen.values())
+    assert in_an_episode(first)
+    store.kill()
+    started = time.monotonic()
+    wait_for(lambda: first.watch() and first.process.poll() is not None, 120 * load(), "end of the run")
+    print(f"{which}: the command ended after {time.monotonic() - started:.1f} s, load {load():.1f}")
+    assert first.process.returncode == 1
+    what = "agent-loop worker" if which == "AgentLoopWorker" else "process of TransferQueue"
+    assert re.search(rf"error: {what} \d has died", first.text()), first.text()[-5000:]
+    assert not (first.run / "report.json").exists()
+    scored = dict.fromkeys([f"train-{n:05d}-{i:05d}-0" for n in (1, 2) for i in (0, 1)], "scored")
+    ended = first.episodes()  # nothing but whole episodes, those that ended among them
+    assert ended.items() <= scored.items() and "train-00002-00000-0" not in ended and len(ended) == 3
+    first.require_clean()
+
+    second = job({FIRST: BOTH, SECOND: BOTH, EVALUATED: BOTH}, *keys)
+    wait_for(lambda: second.watch() and second.process.poll() is not None, START_S, "end of the run")
+    assert second.process.returncode == 0, second.text()[-5000:]
+    assert second.episodes() == scored | {"eval-00002-00000-0": "scored"}
+    report = json.loads((second.run / "report.json").read_text())
+    assert report["train"]["episodes"] == {"ran": 4, "scored": 4, "outcomes": {"scored": 4}}
+    moved = second.run / "interrupted" / "0" / "episodes"
+    assert [p.name for p in moved.iterdir()] == ["train-00002-00001-0"]
+    second.require_clean()
+
+
+@pytest.mark.slow
+def test_a_fault_that_repeats_identically_is_quarantined(job: Callable[..., Job]):
+    """One pair trips over the same broken shell in each of three rounds: it plays twice, and the third time not at all."""
+    broken = {
+        "agent1": [{"text": "I look.", "command": "echo 'bash: line 7: gh: command not found'"}, LOOK],
+        "agent2": [LOOK, LOOK],
+    }
+    run = job({FIRST: broken, SECOND: BOTH, EVALUATED: BOTH}, "trainer.total_training_steps=3")
+    wait_for(lambda: run.watch() and run.process.poll() is not None, START_S * 2, "end of the run")
+    assert run.process.returncode == 0, run.text()[-5000:]
+    of_pair = [o for e, o in sorted(run.episodes().items()) if e.startswith("train") and e.endswith("-00000-0")]
+    assert of_pair == ["infra:tripwire:gh_missing"] * 2 + ["infra:quarantined"]
+    outcomes = {"scored": 3, "infra:tripwire:gh_missing": 2, "infra:quarantined": 1}
+    report = json.loads((run.run / "report.json").read_text())
+    assert report["train"]["episodes"] == {"ran": 6, "scored": 3, "outcomes": outcomes}
+    assert re.search(r"train episodes +3 scored of 6 +.*'infra:quarantined': 1", run.text()), run.text()[-5000:]
+    assert "quarantined" in (run.run / "report.html").read_text()
+    first, second = [json.loads(line) for line in (run.run / "quarantine.jsonl").read_text().splitlines()]
+    assert first == second and first["pair"] == FIRST and "gh_missing" in first["fault"]
+    run.require_clean()

@@ -116,6 +116,8 @@ def test_the_stock_agent_over_http_gives_the_records_of_the_in_process_path(stoc
     assert [plain(t) for t in records] == [plain(t) for t in direct]
     kinds = [t.kind for t in records]
     assert kinds.count("malformed") == replies.count("no call")
+    # Refused replies and summaries (9 tokens each) are counted like others; a token is a byte here.
+    assert sum(len(t.response_ids) for t in records) == sum(map(len, replies)) + 9 * kinds.count("summarizer")
     assert ("summarizer" in kinds) is ("compaction" in {t.fork_reason for t in records}) is (case == "compaction")
     assert [f.kind for f in faults] == ["engine_died"] * failures
     assert [bytes(t.response_ids.tolist()).decode() for t in records][-1] == SUBMIT

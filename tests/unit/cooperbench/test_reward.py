@@ -83,7 +83,9 @@ def test_a_fault_that_comes_back_unchanged_ends_a_pair(tmp_path: Path) -> None:
     assert quarantine.fault("a") is None
 
 
-@pytest.mark.parametrize("kind", ["engine_died", "sandbox_unreachable", "message_store", "teacher_died", "quarantined"])
+@pytest.mark.parametrize(
+    "kind", ["engine_died", "sandbox_unreachable", "message_store", "teacher_died", "endpoint_died", "quarantined"]
+)
 def test_what_is_no_fault_of_a_pair_gives_none_up(tmp_path: Path, kind: str) -> None:
     quarantine = Quarantine(tmp_path)
     for _ in range(5):

@@ -137,6 +137,20 @@ def test_seconds_steps_tokens_and_cost():
     assert standing("m", [ep(2)]).serving == {"manifest": "unverified"}
 
 
+def test_tokens_of_replies_that_no_history_holds_are_counted():
+    """An endpoint's agents: a malformed reply of 7 tokens, 100 read, is in no message; its history tells of 200 and 10 only."""
+    one = dataclasses.replace(ep(1).agents[0], prompt_tokens=300, completion_tokens=17)
+    two = dataclasses.replace(ep(1).agents[1], prompt_tokens=40, completion_tokens=3)
+    said = [{"role": "assistant", "extra": {"response": {"usage": {"prompt_tokens": 200, "completion_tokens": 10}}}}]
+    e = dataclasses.replace(ep(1), agents=(one, two), messages={"agent1": said, "agent2": []})
+    s = standing("m", [e], ModelInfo(prices=(2.0, 10.0)))
+    assert (s.prompt_tokens_per_pair, s.policy_tokens_per_pair) == (340.0, 20.0)
+    assert s.cost_per_pair == pytest.approx((340 * 2 + 20 * 10) / 1e6)
+    # logs of others: nobody counted
+    s = standing("m", [dataclasses.replace(e, agents=ep(1).agents)])
+    assert (s.prompt_tokens_per_pair, s.policy_tokens_per_pair) == (200.0, 10.0)
+
+
 def test_the_grid_has_one_cell_a_pair_with_all_its_seeds():
     again = dataclasses.replace(ep(1, passed=(True, True)), episode_id="again")
     void = dataclasses.replace(ep(1), episode_id="void", outcome="infra:x", grade=None)

@@ -76,6 +76,8 @@ def test_query_drops_exit_messages_and_extras_and_offers_bash(make):
     assert extra["actions"] == [{"tool_name": "bash", "tool_call_id": "c1", "command": "ls"}]
     assert extra["response"]["usage"]["prompt_tokens"] == 1234 and extra["cost"] == 0 and extra["turn"] == 3
     assert session.marks == []
+    model.query(HISTORY)
+    assert (model.prompt_tokens, model.completion_tokens) == (2468, 10)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_malformed_replies_are_marked_and_answered(make, message):
     model, session = make(message)
     with pytest.raises(FormatError) as caught:
         model.query(HISTORY)
-    assert session.marks == [(3, "malformed")]
+    assert session.marks == [(3, "malformed")] and (model.prompt_tokens, model.completion_tokens) == (1234, 5)
     answer = caught.value.messages[0]
     assert answer["role"] == "user" and "Tool call error" in answer["content"]
 
@@ -118,3 +120,4 @@ def test_summary_is_a_turn_of_its_own_kind_without_tools(make):
     assert sent["content"].endswith("--- END TRANSCRIPT ---") and "[exit]" not in sent["content"]
     assert '-> tool_call bash({"command": "ls"})' in sent["content"]
     assert (summary["role"], summary["content"], summary["extra"]["summary"]) == ("assistant", "short", True)
+    assert (model.prompt_tokens, model.completion_tokens) == (1234, 5)

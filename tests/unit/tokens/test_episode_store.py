@@ -53,7 +53,7 @@ def make_episode(episode_id="e", seed=0, contract="c" * 64, **changes) -> Episod
         "outcome": "scored",
         "turns": tuple(dataclasses.replace(t, episode_id=episode_id, contract_hash=contract) for t in turns),
         "agents": (
-            AgentOutcome("agent1", 3, "Submitted", 9, "diff --git 漢😀\udce9\r\n", 2, True),
+            AgentOutcome("agent1", 3, "Submitted", 9, "diff --git 漢😀\udce9\r\n", 2, True, None, 2**40, 7),
             AgentOutcome("agent2", 5, "Error", 0, "", 0, False, "boom"),
         ),
         "grade": Grade("clean", None, {"agent1": "applied", "agent2": "failed"}, features, 1.25, "solo-agent2"),
@@ -157,14 +157,14 @@ def test_another_schema_version_is_refused(tmp_path, monkeypatch):
     EpisodeStore(tmp_path).write(make_episode())
     store = EpisodeStore(tmp_path)
     table = pq.read_table(tmp_path / "e" / "turns.parquet")
-    assert table.schema.metadata[b"opsd_schema"] == b"3" and table.schema.metadata[b"contract_hash"] == b"c" * 64
-    monkeypatch.setattr(store_module, "STORE_SCHEMA", 4)
-    with pytest.raises(OpsdError, match="schema version 3"):
+    assert table.schema.metadata[b"opsd_schema"] == b"4" and table.schema.metadata[b"contract_hash"] == b"c" * 64
+    monkeypatch.setattr(store_module, "STORE_SCHEMA", 5)
+    with pytest.raises(OpsdError, match="schema version 4"):
         EpisodeStore(tmp_path)
     with pytest.raises(OpsdError):
         store.read("e")
     monkeypatch.undo()
-    pq.write_table(table.replace_schema_metadata({"opsd_schema": "4"}), tmp_path / "e" / "turns.parquet")
+    pq.write_table(table.replace_schema_metadata({"opsd_schema": "5"}), tmp_path / "e" / "turns.parquet")
     with pytest.raises(OpsdError, match="opsd_schema"):
         store.read("e")
 

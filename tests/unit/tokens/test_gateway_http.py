@@ -158,6 +158,24 @@ def test_a_session_has_a_secret_of_its_own():
     assert len(engine.seen) == 2
 
 
+def test_the_list_of_models_needs_the_sessions_secret():
+    openai = pytest.importorskip("openai")
+
+    async def work(server, access):
+        async with openai.AsyncOpenAI(base_url=access.url, api_key=access.secret, max_retries=0) as api:
+            (model,) = [m async for m in api.models.list()]
+            answer = await api.chat.completions.create(model=model.id, messages=[SYS, TASK])
+        assert (model.id, model.max_model_len, answer.model) == ("policy", 777, "policy")
+        other = server.open("e", "agent2")
+        async with client(access, other.secret) as http, client(access) as mine:
+            assert (await http.get("/models")).status_code == 401
+            assert (await mine.get("/models")).status_code == 200
+            server.close(access)
+            assert (await mine.get("/models")).status_code == 401
+
+    served(work, context_length=777, max_tokens=16)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "localhost", "example.org", "127.0.0.1.example.org"])
 def test_no_other_host_than_loopback(host):
     with pytest.raises(OpsdError, match="loopback"):

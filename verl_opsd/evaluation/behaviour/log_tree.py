@@ -102,6 +102,8 @@ def _agent(folder: Path, agent: str, entry: dict[str, Any], messages: list[dict[
         sent_messages=sum(text.count("Message sent to ") for text in seen),
         opened_pr=any(f"opened PR for {agent}" in text for text in seen),
         error=entry.get("error"),
+        prompt_tokens=entry.get("input_tokens") or None,  # the package leaves 0
+        completion_tokens=entry.get("output_tokens") or None,
     )
 
 
