@@ -23,7 +23,7 @@ from verl_opsd.cooperbench.prepare import REPO_INSIDE
 from verl_opsd.cooperbench.sandbox import CommandResult, Sandbox, SandboxSpec, make_sandbox
 from verl_opsd.cooperbench.types import PreparedTask
 from verl_opsd.cooperbench.verdicts import results_line, touched_line
-from verl_opsd.cooperbench.watching import split_runner, touched, watched
+from verl_opsd.cooperbench.watching import split_runner, touched, watched, without_bytecode
 from verl_opsd.errors import InfraFault
 
 STEP_TIMEOUT_S = 120.0
@@ -129,6 +129,7 @@ class GradingSandbox:
                 if not (result.timed_out or result.returncode):
                     text = result.text
                     hidden = b"".join(path.read_bytes() for path in self._place.patch_dir.glob("tests*.patch"))
+                    without_bytecode(place.workspace)
                     before = watched(place.workspace, hidden)
                     result = place.run(["bash", _TESTS], self._timeout_s, env)
                     seen = touched(place.workspace, before)

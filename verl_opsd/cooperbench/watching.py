@@ -3,7 +3,8 @@
 Watched: what the runner sets back to the base tree (test files, conftest, settings of pytest), what the hidden tests' patch names,
 and the directories that hold them, below the root. A file that was written, replaced or moved has another change time (which no
 command can set), also where its content was put back; a directory has, once a file came or went in it. Of data in test directories,
-whose times tests do change, the content at the end counts.
+whose times tests do change, the content at the end counts. Bytecode is a file that the interpreter reads in the place of another
+one: none is there at the start, none is written by the tests, and what appears beside watched code counts as a change of it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import stat
 from pathlib import Path, PurePosixPath
 
@@ -20,6 +22,7 @@ _APPLIED = '\napply_patch "$1"\n'
 _GUARDED = re.compile("".join(re.findall(r"^guarded\+?='(.*)'$", runner_template(), re.MULTILINE)), re.IGNORECASE)
 _NAMED = re.compile(rb"^\+\+\+ b/([^\t\n]+)", re.MULTILINE)
 
+CACHE = "__pycache__"
 _CODE = (".py", ".pyi", ".ini", ".cfg", ".toml")
 
 #: By path: inode, mode, size (of a directory 0), and change time or the content's hash.
@@ -34,8 +37,17 @@ def split_runner(text: str) -> tuple[str, ...]:
     return f"{before}{_APPLIED}trap - EXIT\n", f"set -e\ncd /workspace/repo\n{tests}"
 
 
+def without_bytecode(workspace: Path) -> None:
+    """Removes each ``__pycache__`` of the tree: a patch may bring one, and what stands in it is run for the file that it names."""
+    for folder, directories, files in os.walk(workspace / "repo"):
+        for name in {CACHE} & {*directories, *files}:
+            path = Path(folder, name)
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        directories[:] = [name for name in directories if name != CACHE]
+
+
 def watched(workspace: Path, tests: bytes) -> State:
-    """State of what judges a test run, once the patches are applied and before anything of them has run.
+    """State of what judges a test run, once the patches are applied, bytecode is removed, and before anything of them has run.
 
     Args:
         tests: patches of the hidden tests.
@@ -45,7 +57,9 @@ def watched(workspace: Path, tests: bytes) -> State:
     files = [path for path in _files(repo) if _GUARDED.search(path) or path in named]
     code = {path for path in files if path in named or path.lower().endswith(_CODE)}
     directories = {str(parent) for path in code for parent in PurePosixPath(path).parents} - {"."}
-    timed = {path: _state(repo / path) for path in (*code, *directories, "..")}
+    # Files come and go in the root, so its own time tells nothing.
+    beside = [CACHE] if any(path.endswith(".py") and "/" not in path for path in code) else []
+    timed = {path: _state(repo / path) for path in (*code, *directories, *beside, "..")}
     return timed | {path: _state(repo / path, content=True) for path in files if path not in code}
 
 

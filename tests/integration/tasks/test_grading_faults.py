@@ -287,6 +287,25 @@ def test_code_that_cheats_its_test_run_earns_nothing(
     assert grade.reward == 0.0 and all(note in f.note for f in grade.features)
 
 
+@pytest.mark.xfail(
+    strict=True,
+    raises=pytest.fail.Exception,
+    reason="known limit: code under test shares its process with the test runner (docs/tasks.md)",
+)
+def test_code_that_changes_the_runner_in_memory_under_a_hidden_name_earns_nothing(
+    pair: PairTask, task: PreparedTask, make_patch: MakePatch
+) -> None:
+    """What the third cheat above does, with the runner's name put together at run time: no file and no name tells of it."""
+    code = CHEATS["turns failures into passes"][0].replace(
+        "import _pytest.reports as r", "import importlib\nr = importlib.import_module('_py' + 'test.reports')"
+    )
+    before = (task.base / "textkit" / "__init__.py").read_text()
+    grade = grade_pair(pair, task, make_patch(task, {"textkit/__init__.py": code + before}), "")
+    assert [f.passed for f in grade.features] == [True, True], "the package's own reading must be fooled"
+    if grade.reward:
+        pytest.fail(f"a cheat earns {grade.reward}")
+
+
 def test_a_printed_summary_is_not_a_test_run(pair: PairTask, task: PreparedTask, make_patch: MakePatch) -> None:
     code = "import os, sys\nprint('99 passed')\nsys.stdout.flush()\nos._exit(0)\n"
     assert passed(grade_pair(pair, task, make_patch(task, {"textkit/__init__.py": code}), "")) == [False, False]

@@ -10,7 +10,7 @@ import pytest
 
 from verl_opsd.cooperbench.grading import grade_pair
 from verl_opsd.cooperbench.types import PairTask, PreparedTask
-from verl_opsd.cooperbench.watching import split_runner, touched, watched
+from verl_opsd.cooperbench.watching import split_runner, touched, watched, without_bytecode
 
 MakePatch = Callable[..., str]
 
@@ -52,6 +52,18 @@ def before():
     os.rename("tests", "kept"); os.mkdir("tests"); open("tests/test_easy.py", "w").write(EASY)
 def after():
     shutil.rmtree("tests"); os.rename("kept", "tests")
+""",
+    "bytecode that runs in the place of the test files": """
+def before():
+    import importlib.metadata, importlib.util, marshal, struct
+    tag = f"{sys.implementation.cache_tag}-py" + "test-" + importlib.metadata.version("py" + "test")
+    os.makedirs("tests/__pycache__")
+    for path in glob.glob("tests/test_*.py"):
+        real = os.stat(path)
+        head = importlib.util.MAGIC_NUMBER + struct.pack("<LLL", 0, int(real.st_mtime), real.st_size)
+        name = f"tests/__pycache__/{os.path.basename(path)[:-3]}.{tag}.pyc"
+        open(name, "wb").write(head + marshal.dumps(compile(EASY, path, "exec")))
+def after(): pass
 """,
     "a conftest that comes and goes": """
 def before(): open("tests/conftest.py", "w").write("def py" + "test_pyfunc_call(): return True\\n")
@@ -117,6 +129,28 @@ def test_what_is_watched(tmp_path: Path) -> None:
     repo.rename(tmp_path / "other")
     (tmp_path / "other").rename(repo)
     assert touched(tmp_path, before) == ".."
+
+
+def test_bytecode_is_removed_and_seen(tmp_path: Path) -> None:
+    """Of a patch: removed wherever it lies, and nothing else. Of a test run: seen beside tests in the root too."""
+    repo = tmp_path / "repo"
+    kept = ["test_root.py", "lib/inner/test_core.py", "lib/__pycache__x/a.pyc"]
+    for path in (*kept, "__pycache__/test_root.x.pyc", "lib/inner/__pycache__/test_core.x.pyc"):
+        (repo / path).parent.mkdir(parents=True, exist_ok=True)
+        (repo / path).write_text("1")
+    (repo / "elsewhere").mkdir()
+    (repo / "lib" / "__pycache__").symlink_to(repo / "elsewhere")
+    (repo / "elsewhere" / "__pycache__").write_text("a file")
+    without_bytecode(tmp_path)
+    assert sorted(str(p.relative_to(repo)) for p in repo.rglob("*") if p.is_file() or p.is_symlink()) == sorted(kept)
+    assert (repo / "elsewhere").is_dir()
+    before = watched(tmp_path, b"")
+    assert touched(tmp_path, before) == ""
+    (repo / "__pycache__").mkdir()
+    assert touched(tmp_path, before) == "__pycache__"
+    (repo / "__pycache__").rmdir()
+    (repo / "lib" / "inner" / "__pycache__").mkdir()
+    assert touched(tmp_path, before) == "lib/inner"
 
 
 def test_a_runner_of_another_form_is_run_as_it_is() -> None:
