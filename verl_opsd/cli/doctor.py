@@ -151,9 +151,9 @@ def model(args: argparse.Namespace) -> Iterator[tuple[str, bool | None, str]]:
     from omegaconf import OmegaConf
 
     from verl_opsd.config import OpsdConfig
-    from verl_opsd.plugin import _scale_from_hardware, _student_path
+    from verl_opsd.plugin import _scale_from_hardware
     from verl_opsd.verl_adapter.model_checks import model_checks
-    from verl_opsd.verl_adapter.requirements import ensure_student
+    from verl_opsd.verl_adapter.requirements import check_model_path, ensure_embedded
 
     scale = args.scale or _scale_from_hardware()
     words = ["+recipe=opd", f"scale={scale}"]
@@ -163,8 +163,9 @@ def model(args: argparse.Namespace) -> Iterator[tuple[str, bool | None, str]]:
         config = compose("ppo_trainer", words)
     section: Any = OmegaConf.to_container(config.opsd, resolve=True)
     opsd = OpsdConfig.parse(section | {"student": args.model if args.model in ("tiny", "warm", "smollm") else ""})
-    path = _student_path(args.model) if opsd.student else args.model
-    ensure_student(opsd, path)
+    path = str(ensure_embedded(opsd.student) or args.model)
+    if not opsd.student:
+        check_model_path(path, "--model")
     targets = config.actor_rollout_ref.model.target_modules
     yield from model_checks(
         path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 
 from verl_opsd import __version__
 from verl_opsd.errors import OpsdError
@@ -55,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs one command. Exit codes: 0 done, 1 a check failed, 2 bad input."""
     args = parser().parse_args(argv)
+    # verl warns of each optional engine that is not installed; no command here uses one of them
+    warnings.filterwarnings("ignore", r"\w+ engine is not available", module="verl.workers.engine")
     try:
         return int(args.func(args))
     except OpsdError as e:

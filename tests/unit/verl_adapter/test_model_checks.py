@@ -202,4 +202,5 @@ def test_the_command_and_its_exit_codes(monkeypatch, capsys):
     assert main(["doctor", "--model", "tiny", "--scale", "local"]) == 1
     assert "NO  grades one pair: way out: x" in capsys.readouterr().out
     assert main(["doctor", "--model", "/no/such/folder", "--scale", "local"]) == 2
+    assert "--model=/no/such/folder holds no config.json" in capsys.readouterr().err
     assert main(["doctor", "--endpoint", "http://127.0.0.1:1"]) == 2
