@@ -19,10 +19,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     p.add_argument("run", type=Path, nargs="?", help="run directory")
     p.add_argument("--compare", type=Path, nargs="+", metavar="RUN", help="run directories, the first is the baseline")
-    p.add_argument("--teacher", type=Path, help="which of them is the teacher's own: the action mix shows drift towards it")
+    p.add_argument(
+        "--teacher", type=Path, metavar="RUN", help="which of them is the teacher's own: the action mix shows drift towards it"
+    )
+    p.add_argument(
+        "--reruns",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="which are the baseline's weights again: the noise floor",
+    )
+    p.add_argument("--varies", metavar="FIELD", help="the one field of the contract in which compared runs may differ")
     p.add_argument("--out", type=Path, default=Path(), help="folder for comparison.html and comparison.json; default: here")
     p.add_argument("--reveal", action="store_true", help="show hidden tests and answers")
-    p.add_argument("--dataset", type=Path, help="folder of the tasks, when the run's own is not on this machine")
+    p.add_argument("--dataset", type=Path, metavar="DIR", help="folder of the tasks, when the run's own is not on this machine")
     p.add_argument(
         "--max-mb", type=float, default=20.0, help="size up to which conversations are put into the page; default: 20"
     )
@@ -37,12 +48,16 @@ def report(args: argparse.Namespace) -> int:
             "a report is of one run, or of several with --compare",
             "opsd report RUN, or opsd report --compare A B",
         )
+    if args.compare is None and (args.teacher or args.reruns or args.varies):
+        raise OpsdError(
+            "--teacher, --reruns or --varies of one run", "they say how runs are compared", "name runs with --compare"
+        )
     if args.max_mb <= 0:
         raise OpsdError(f"--max-mb {args.max_mb}", "a size is above 0", "leave it out for 20")
     if args.compare is not None:
         from verl_opsd.evaluation.write import write_comparison
 
-        print(write_comparison(args.compare, args.out, _options(args), args.teacher))
+        print(write_comparison(args.compare, args.out, _options(args), args.teacher, args.reruns, args.varies))
         return 0
     if (args.run / "meta.json").is_file() and (args.run / "contract.json").is_file():
         from verl_opsd.evaluation.page.gather import read_meta

@@ -54,7 +54,7 @@ def standings(args: argparse.Namespace, console: Console | None = None) -> int:
     for c in found:
         sides = sorted({c.model, c.baseline} & marked)
         note = f"; invalidated: {', '.join(sides)}" if sides else ""
-        console.print(f"{c.sentence}; {c.floor_of}{note}", soft_wrap=True, highlight=False)
+        console.print(f"{c.sentence}{note}", soft_wrap=True, highlight=False)
     if args.json is not None:
         write_json(args.json, {k: [dataclasses.asdict(x) for x in v] for k, v in (("standings", rows), ("comparisons", found))})  # type: ignore[attr-defined]
     return code
@@ -78,10 +78,10 @@ def table(rows: Sequence[Standing]) -> Table:
 
     add("invalidated", *("\n".join(r.invalidated) for r in rows))
     add("planned, ran, scored", *(f"{'-' if r.planned is None else r.planned}, {r.ran}, {r.scored}" for r in rows))
-    add("void (infrastructure)", *(", ".join(f"{n} {k}" for k, n in r.void.items()) or "0" for r in rows))
+    add("void (infrastructure)", *(", ".join(f"{n} {k.replace('_', ' ')}" for k, n in r.void.items()) or "0" for r in rows))
     for title, attribute in (
         ("features passed", "features"),
-        ("features passed strictly", "features_strict"),
+        *([("features passed strictly", "features_strict")] if any(r.differences for r in rows) else []),
         ("pairs passed", "pairs"),
         ("pairs with a pass", "pairs_any"),
         ("non-empty patches", "non_empty"),
@@ -105,7 +105,7 @@ def table(rows: Sequence[Standing]) -> Table:
     numbers("parameters", "parameters", ",")
     numbers("active parameters", "active_parameters", ",")
     add("contract", *(r.contract[:12] or "unverified" for r in rows))
-    add("serving", *("\n".join(f"{k} {v}" for k, v in r.serving.items()) for r in rows))
+    add("serving", *("\n".join(f"{k} {v}" for k, v in r.serving.items() if v) for r in rows))
     return out
 
 

@@ -109,9 +109,10 @@ def _judged(c: Comparison) -> Comparison:
         "inside the floor": f"{c.model} is inside the noise floor of {c.baseline}",
         CANNOT: f"a difference between {c.model} and {c.baseline} {CANNOT}",
     }[verdict]
-    floor = f"floor {c.floor:.0%}" if c.floor is not None else "floor not measured"
+    floor = f"noise floor {'' if c.floor is None else f'{c.floor:.0%}, '}{c.floor_of}"
     sentence = (
         f"{said}: {c.metric} {c.value_model:.0%} against {c.value_baseline:.0%} on {c.common} common pairs, difference "
-        f"{c.difference:+.0%} (95% {c.low:+.0%} to {c.high:+.0%}), {c.test} p={c.p:.2g}, {c.correction} {c.p_adjusted:.2g}, {floor}"
+        f"{c.difference:+.0%} (95% {c.low:+.0%} to {c.high:+.0%}), {c.test} p={c.p:.2g}, "
+        f"{c.correction} {c.p_adjusted:.2g}; {floor}"
     )
     return replace(c, verdict=verdict, sentence=sentence)

@@ -22,9 +22,9 @@ from verl_opsd.tokens.store import EpisodeStore
 
 
 def split_name(spec: str) -> tuple[str, Path]:
-    """``NAME=PATH`` or ``PATH``, whose name is its last part."""
-    name, equals, path = spec.rpartition("=")
-    folder = Path(path).expanduser()
+    """``NAME=PATH`` or ``PATH``, whose name is its last part; a folder that is there may have ``=`` in its own name."""
+    name, equals, path = ("", "", spec) if Path(spec).expanduser().is_dir() else spec.partition("=")
+    folder = Path(path if equals else spec).expanduser()
     return (name if equals else folder.resolve().name), folder
 
 

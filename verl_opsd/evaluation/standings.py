@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.alone import Alone, read_alone, who_did_it
@@ -39,9 +38,11 @@ class ModelInfo:
 
 
 def model_info(run: Path, episodes: Sequence[Episode]) -> ModelInfo:
-    """What a run directory says of its model; the default where it says nothing (``evaluation.json``, ``contract.json``, ``alone/``)."""
-    path, contract = run / "evaluation.json", run / "contract.json"
-    said: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    """What a run directory says of its model; the default where it says nothing (``evaluation.json``, ``meta.json``,
+    ``contract.json``, ``alone/``)."""
+    contract = run / "contract.json"
+    meta, said = ({} if not p.is_file() else json.loads(p.read_text()) for p in (run / "meta.json", run / "evaluation.json"))
+    said = meta.get("model_size", {}) | said
     serving = said.get("serving")
     if serving is None and contract.is_file():
         values = json.loads(contract.read_text())

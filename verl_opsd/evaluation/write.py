@@ -16,6 +16,7 @@ from verl_opsd.evaluation.page.gather import RunData, gather, read_episodes, rea
 from verl_opsd.evaluation.page.measure import Page, as_json, measure
 from verl_opsd.evaluation.page.render import render
 from verl_opsd.evaluation.report import build_report
+from verl_opsd.evaluation.sources import require_one_contract
 from verl_opsd.evidence.chain import verify
 from verl_opsd.evidence.claims import claims
 from verl_opsd.evidence.copies import warning
@@ -48,32 +49,41 @@ def write_report(run: RunDir, opsd: OpsdConfig, options: Options | None = None) 
 
 
 @uncollected()
-def write_comparison(paths: Sequence[Path], target: Path, options: Options, teacher: Path | None = None) -> Path:
+def write_comparison(
+    paths: Sequence[Path],
+    target: Path,
+    options: Options,
+    teacher: Path | None = None,
+    reruns: Sequence[Path] = (),
+    varies: str | None = None,
+) -> Path:
     """Writes ``comparison.html`` and ``comparison.json`` of several runs to ``target``; the first run is the baseline.
 
     Args:
         teacher: run among ``paths`` in which the teacher acted; the action mix is shown with its drift from the first towards it.
+        reruns: runs among ``paths`` that are the baseline's weights again: the noise floor.
+        varies: the one field of the contract in which the runs may differ.
 
     Raises:
-        OpsdError: fewer than two runs, one of them twice, or a teacher that is not among them, or is the first.
+        OpsdError: fewer than two runs, one of them twice; a teacher or a re-run that is not among them, or is the first; or other
+            contracts than the first run's.
     """
     runs = [RunDir(p) for p in paths]
     names = [r.path.resolve() for r in runs]
     if len(runs) < 2 or len(set(names)) < len(names):
         raise OpsdError(f"--compare {' '.join(map(str, paths))}", "a comparison has two different runs or more", "name them")
-    taught = None
-    if teacher is not None:
-        taught = names.index(teacher.resolve()) if teacher.resolve() in names else 0
-        if taught == 0:
-            raise OpsdError(
-                f"--teacher {teacher}", "the teacher is one of the compared runs, and not the baseline", "add it to --compare"
-            )
+    for option, path in (*([("--teacher", teacher)] if teacher is not None else []), *(("--reruns", p) for p in reruns)):
+        if path.resolve() not in names[1:]:
+            rule = f"{option} names compared runs, and not the baseline"
+            raise OpsdError(f"{option} {path}", rule, "add it to --compare, after the baseline")
+    require_one_contract([str(p) for p in paths], varies)
+    short = dict(zip(names, _short(names), strict=True))
     data = []
-    for run, name in zip(runs, _short(names), strict=True):
+    for run, name in zip(runs, short.values(), strict=True):
         _, opsd = read_meta(run)
         episodes = read_episodes(run)
         data.append(gather(run, name, build_report(run, opsd, episodes), episodes))
-    page = measure(data, None if taught is None else data[taught].name)
+    page = measure(data, None if teacher is None else short[teacher.resolve()], [short[p.resolve()] for p in reruns])
     said = {
         "runs": {d.name: str(d.run.path) for d in data},
         "standings": [asdict(s) for s in page.found],

@@ -22,6 +22,8 @@ from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation import canary
+from verl_opsd.evaluation.design import Design
+from verl_opsd.evaluation.model_size import model_size
 from verl_opsd.evidence.predictions import read as read_predictions
 from verl_opsd.evidence.predictions import write_down
 from verl_opsd.paths import cache_dir
@@ -182,6 +184,7 @@ def meta(config: DictConfig, opsd: OpsdConfig, started: float) -> dict[str, Any]
 
     from verl_opsd.cooperbench.identity import harness_identity
 
+    student = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
     versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -196,7 +199,8 @@ def meta(config: DictConfig, opsd: OpsdConfig, started: float) -> dict[str, Any]
         "versions": versions,
         "devices": devices or [f"cpu x {os.cpu_count()}"],
         "harness": harness_identity(),
-        "student": str(OmegaConf.select(config, "actor_rollout_ref.model.path")),
+        "student": student,
+        "model_size": dict(zip(("parameters", "active_parameters"), model_size(Path(student).expanduser()), strict=True)),
         "temporary": {"run": os.environ["OPSD_TMP"], "ray": os.environ["OPSD_RAY_TMP"]},
         "opsd": dataclasses.asdict(opsd),
         "config": plain_config(config),
@@ -310,6 +314,8 @@ def prepare_run(config: DictConfig, run: RunDir, checked: Launch | None = None) 
         from verl_opsd.verl_adapter import full_eval
 
         full_eval.prepare(config, opsd, run, found.evaluation, contract)
+    elif found.evaluation:
+        print(f"verl-opsd: evaluation: {Design(len(found.evaluation), opsd.evaluation.seeds).text()}", flush=True)
     if opsd.canary.every is not None:
         canary.write_down(run, canary_limits(opsd))
     record_briefs(run, opsd, found.briefs)

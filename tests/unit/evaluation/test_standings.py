@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from verl_opsd.evaluation import alone as alone_module
 from verl_opsd.evaluation.alone import grade_alone, read_alone, who_did_it
 from verl_opsd.evaluation.outcomes import causes
 from verl_opsd.evaluation.report import telemetry
-from verl_opsd.evaluation.sources import comparisons, load_models, model_standings
+from verl_opsd.evaluation.sources import comparisons, load_models, model_standings, split_name
 from verl_opsd.evaluation.standings import ModelInfo, outcomes, standing
 from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.tokens.store import EpisodeStore
@@ -268,6 +269,13 @@ def test_two_runs_of_one_model_are_added(runs):
     specs = [f"m={runs / 'base'}", f"m={runs / 'more'}"]
     (row,) = model_standings(specs, load_models(specs))
     assert (row.ran, row.planned) == (13, None)  # one of the two has no plan on record
+
+
+def test_a_folder_s_own_name_may_hold_an_equals_sign(tmp_path):
+    (tmp_path / "lr=1").mkdir()
+    assert split_name(str(tmp_path / "lr=1")) == ("lr=1", tmp_path / "lr=1")
+    assert split_name(f"m={tmp_path / 'lr=1'}") == ("m", tmp_path / "lr=1")
+    assert split_name("m=gone") == ("m", Path("gone")) and split_name("gone") == ("gone", Path("gone"))
 
 
 def test_runs_of_different_contracts_are_not_compared(runs, capsys):

@@ -303,9 +303,35 @@ def test_compare_command(made, tmp_path, capsys):
     assert {x.split()[0] for x in page.behind("b: episodes")} == {"b"}
 
 
+def test_compare_says_what_the_same_weights_explain_and_refuses_other_contracts(made, tmp_path, capsys):
+    """The re-run is no model that is compared; a contract that differs is declared or refused."""
+    again, other = (make_run(tmp_path / n, seed=s, skill=0.8) for n, s in (("again", 4), ("other", 9)))
+    command = ["report", "--compare", *(str(r.path) for r in (made, again, other)), "--out", str(tmp_path / "out")]
+    assert main([*command, "--reruns", str(again.path)]) == 0
+    said = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert [(c["metric"], c["model"]) for c in said["comparisons"]] == [("pairs", "other"), ("features", "other")]
+    floors = {c["floor_of"] for c in said["comparisons"]}
+    assert all(c["floor"] > 0 for c in said["comparisons"]) and floors == {
+        "2 runs of the same weights: sampling and serving variance on one node (node not recorded)"
+    }
+    assert floors.pop() in Reader((tmp_path / "out" / "comparison.html").read_text()).words
+    assert main([*command, "--reruns", str(made.path)]) == 2 and "not the baseline" in capsys.readouterr().err
+    path = other.path / "contract.json"
+    path.write_text(path.read_text().replace('"step_limit": 200', '"step_limit": 100'))
+    assert main(command) == 2 and "step_limit" in capsys.readouterr().err
+    assert main([*command, "--varies", "step_limit"]) == 0
+
+
 @pytest.mark.parametrize(
     "args",
-    [[], ["RUN", "--compare", "RUN", "RUN"], ["--compare", "RUN"], ["--compare", "RUN", "RUN"], ["RUN", "--max-mb", "0"]],
+    [
+        [],
+        ["RUN", "--compare", "RUN", "RUN"],
+        ["--compare", "RUN"],
+        ["--compare", "RUN", "RUN"],
+        ["RUN", "--max-mb", "0"],
+        ["RUN", "--reruns", "RUN"],
+    ],
 )
 def test_reports_that_are_refused(made, capsys, args):
     assert main(["report", *(a.replace("RUN", str(made.path)) for a in args)]) == 2

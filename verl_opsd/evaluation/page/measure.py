@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from verl_opsd.evaluation.behaviour.table import behaviour as behaviour_table
-from verl_opsd.evaluation.compare import compare
 from verl_opsd.evaluation.numbers import behaviour_numbers, training_numbers
 from verl_opsd.evaluation.page.gather import RunData
 from verl_opsd.evaluation.page.parts import Model
 from verl_opsd.evaluation.shapes import BehaviourTable, Comparison, Standing
-from verl_opsd.evaluation.standings import model_info, outcomes, rows_of_run, standing
+from verl_opsd.evaluation.sources import comparisons
+from verl_opsd.evaluation.standings import model_info, rows_of_run, standing
 from verl_opsd.evidence.predictions import Judged, Number, judge
 
 
@@ -78,11 +76,12 @@ def numbers_of(run: RunData, models: Sequence[Model], table: BehaviourTable | No
     return found
 
 
-def measure(runs: Sequence[RunData], teacher: str | None = None) -> Page:
+def measure(runs: Sequence[RunData], teacher: str | None = None, reruns: Sequence[str] = ()) -> Page:
     """Standings, behaviour, comparisons and verdicts on predictions of the runs.
 
     Args:
         teacher: name of the run in which the teacher itself acted: the action mix is then shown with its drift from the first run.
+        reruns: names of the runs that are the first run's weights again: the noise floor.
 
     The versions of one run, and the runs of a comparison, are compared with the first of them by pairs and by features.
     """
@@ -96,22 +95,22 @@ def measure(runs: Sequence[RunData], teacher: str | None = None) -> Page:
         runs=runs,
         models=models,
         found=found,
-        compared=_compared([m for m in models if m.version is not None]),
+        compared=_compared([m for m in models if m.version is not None], found, reruns),
         table=table,
         numbers=numbers,
         judged={r.name: judge(r.run.path, numbers[r.name]) for r in runs},
     )
 
 
-def _compared(models: Sequence[Model]) -> list[Comparison]:
-    rng = np.random.default_rng(0)
-    out: list[Comparison] = []
-    for metric in ("pairs", "features"):
-        scores = [outcomes(m.label, m.episodes, metric) for m in models]
-        others = [o for o in scores[1:] if set(o.values) & set(scores[0].values)]
-        if others:
-            out += compare(scores[0], others, rng)
-    return out
+def _compared(models: Sequence[Model], found: Sequence[Standing], reruns: Sequence[str]) -> list[Comparison]:
+    """Every model that has a scored pair in common with the first, against it."""
+    scored = [{e.pair_key for e in m.episodes if e.in_standings} for m in models]
+    kept = [m for m, pairs in zip(models, scored, strict=True) if pairs & scored[0]]
+    again = [m.label for m in kept[1:] if m.run.name in reruns]
+    if len(kept) < 2 + len(again):
+        return []
+    nodes = {s.model: s.serving.get("node", "node not recorded") for s in found}
+    return comparisons({m.label: m.episodes for m in kept}, kept[0].label, again, nodes)
 
 
 def as_json(numbers: Mapping[str, Number]) -> dict[str, Any]:

@@ -160,6 +160,7 @@ def comparisons(found: Sequence[Comparison], models: Sequence[Model], numbering:
         "95% interval",
         ("p", "two-sided"),
         "p, corrected",
+        ("floor", "difference that re-runs of the same weights explain"),
         ("smallest", "smallest true difference that this design can show"),
         "<verdict",
     )
@@ -174,6 +175,7 @@ def comparisons(found: Sequence[Comparison], models: Sequence[Model], numbering:
             cell("-" if c.low is None or c.high is None else f"{100 * c.low:+.0f} to {100 * c.high:+.0f}"),
             cell(f"{c.p:.2g}", tip=c.test),
             cell(f"{c.p_adjusted:.2g}", tip=c.correction),
+            cell("-" if c.floor is None else f"{100 * c.floor:.0f}", tip=c.floor_of),
             cell("none" if c.smallest is None else f"{100 * c.smallest:.0f}"),
             cell(c.verdict, tone={"better": "pass", "worse": "fail"}.get(c.verdict, "muted")),
             kind="invalid" if c.model in marked or c.baseline in marked else "",
