@@ -206,10 +206,13 @@ def test_logits_changed_after_the_head_are_found(measured: Any) -> None:
 
 
 def test_hybrid_is_right_packed_and_one_row_a_forward(measured: Any) -> None:
+    """Decays are exponentials of sums: the gradient is known no better than half a unit in the parameters' last place moves it."""
     found = measured(1, "hybrid")
     assert found["shares"]
+    rounding = found["half_an_ulp"]["grad"]
+    assert rounding < 1e-3
     for name in ("told", "packed", "dynamic"):
-        assert found[name]["loss"] < 1e-5 and found[name]["grad"] < GRADIENT
+        assert found[name]["loss"] < 1e-5 and found[name]["grad"] < max(GRADIENT, rounding)
     assert found["overruled"]["grad"] > 1e-2  # the fault that the check is there for
 
 

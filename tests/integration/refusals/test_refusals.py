@@ -13,7 +13,6 @@ import pytest
 from hydra.errors import ConfigCompositionException
 
 from verl_opsd.cooperbench.dataset import POCKET_DIR
-from verl_opsd.paths import cache_dir
 
 TRAIN, EVAL = ("pocket_ledger_task", 1), ("pocket_textkit_task", 0)
 
@@ -273,7 +272,6 @@ def test_limits_do_not_hide_an_overlap(refused):
 
 
 def test_task_that_is_not_prepared(refused, tmp_path, monkeypatch):
-    shutil.copytree(cache_dir() / "models", tmp_path / "cache" / "models")
     monkeypatch.setenv("OPSD_CACHE", str(tmp_path / "cache"))
     assert "opsd tasks prepare" in refused("opsd.tasks.prepare=false")
 
