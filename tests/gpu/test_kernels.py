@@ -26,6 +26,8 @@ def check_rows(got: dense.Passes, exact: dense.Passes, coef: torch.Tensor) -> No
     error = (got.value_C - want).abs()
     assert (error <= torch.clamp(1e-5 * want, min=1e-7)).all(), error
     error = (got.grad(coef, torch.float32) - want_grad).norm(dim=-1)
+    # A gradient is p (h - h_top). Where the sides are 50 nats apart all h but one are equal to a last digit of float32 (2^-23 of about 1
+    # nat), so that digit times p stays, while the gradient itself may be as small as the p of that one token.
     assert (error <= 1e-5 * want_grad.norm(dim=-1) + 1e-8).all(), error / want_grad.norm(dim=-1)
 
 
@@ -158,10 +160,13 @@ def test_one_pass_keeps_the_gradient_of_a_student_that_is_sure(rest: float, teac
     _, kl = blocks.combine()
     exact = dense.score(student.double(), teacher.double())
     want = exact.grad(torch.ones(8, device="cuda").double(), torch.float64)
-    got = blocks.grad(torch.ones(8, device="cuda"), torch.bfloat16)
+    kept, got = (blocks.grad(torch.ones(8, device="cuda"), dtype) for dtype in (torch.float32, torch.bfloat16))
     assert ((kl - exact.value_C).abs() <= torch.clamp(1e-5 * exact.value_C, min=1e-7)).all()
-    error = (got - want).norm(dim=-1) / want.norm(dim=-1)
-    assert (error <= 1.25 * 2**-8).all(), error  # bf16's own rounding is 2^-9, and that of what is kept as much again
+    # Of 8 significant bits bf16 rounds a number by up to 2^-8, and such a row is nearly one number: nothing averages. The two factors that
+    # are kept have 11 bits, (1 + 2^-11)^2 more, the second 2^-25 nats at best.
+    size, errors = want.norm(dim=-1), [(x - want).norm(dim=-1) for x in (kept, got)]
+    assert (errors[0] <= 2**-10 * size + 2**-25).all(), errors[0] / size
+    assert (errors[1] <= (2**-8 + 2**-10) * size + 2**-25).all(), errors[1] / size
 
 
 def test_one_pass_on_identical_near_and_masked_rows() -> None:
@@ -194,7 +199,9 @@ def test_attention_over_carried_keys_is_the_definition(late: int, tokens: int) -
     scores = query.float() @ key.float().repeat_interleave(4, 1).mT / 16
     later = torch.ones(late, tokens, dtype=torch.bool, device="cuda").triu(1 + tokens - late)
     want = scores.masked_fill(later, -torch.inf).softmax(-1) @ value.float().repeat_interleave(4, 1)
-    assert (out.float() - want).norm() < 5e-3 * want.norm()
+    # bf16 rounds numbers of all sizes by 1.7e-3 of their norm: once the probabilities, once each part's output, once the joined one, which
+    # makes 2.8e-3. A share in bf16 would add 2e-2 at one query, where the late part is a single token.
+    assert (out.float() - want).norm() < 4e-3 * want.norm()
 
 
 @pytest.mark.parametrize("positions", [16384, 65536])

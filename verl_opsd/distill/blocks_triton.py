@@ -10,8 +10,8 @@ logits around its mean m_b under p_b; the gradient itself (bf16) takes the place
 
     dKL / ds_v = p_v (d_v - KL),   p_v = P_b p_b(v),   d_v - KL = e_b(v) + k_b,   k_b = m_b - sum_b P_b m_b
 
-Both are rounded by 2^-12 of their own size (p_b is kept times 2^15: a small one would be a subnormal). Around another number than m_b
-they would cancel where the student is sure of one token.
+Each is rounded by at most 2^-11 of its own size (p_b is kept times 2^15: a small one would be a subnormal), e_b by 2^-25 nats where that is
+more. Around another number than m_b they would cancel where the student is sure of one token.
 
 Four bytes a logit are kept where logits and their gradient would take ten, so a chunk may hold more positions, and the products are nearer
 to their full speed.

@@ -96,22 +96,25 @@ def log_ratios(d: Tensor, teacher: float) -> tuple[Tensor, Tensor]:
 
 
 def terms(p: Tensor, q: Tensor, d: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
-    """(terms of the divergence, p h with h = 0 where d = 0), elementwise."""
+    """(terms of the divergence, h with h = 0 where d = 0), elementwise; of forward KL p h in place of h, which is not finite where p
+    vanishes."""
     w, of_teacher, of_student = mixture
     log_m, log_q = log_ratios(d, w)
     m = w * q + (1 - w) * p
-    value, pull = torch.zeros_like(d), torch.zeros_like(d)
+    value, h = torch.zeros_like(d), torch.zeros_like(d)
     if of_teacher:
         value = value + of_teacher * kl_terms(q, m, log_q)
-        if w < 1:
-            excess = torch.where(log_q.abs() < NEAR, p * torch.expm1(log_q), q * torch.exp(-log_m) - p)  # p (q / m - 1)
-            pull = pull - of_teacher * (1 - w) * excess
+        if w == 0:
+            h = h - of_teacher * torch.where(log_q.abs() < NEAR, p * torch.expm1(log_q), q - p)
+        elif w < 1:
+            h = h - of_teacher * (1 - w) * torch.expm1(log_q)  # q / m - 1
     if of_student:
         value = value + of_student * kl_terms(p, m, -log_m)
-        pull = pull - of_student * p * log_m
-        if w < 1:
-            pull = pull - of_student * (1 - w) * p * torch.expm1(-log_m)
-    return value, pull
+        if w > 0:
+            h = h - of_student * log_m
+        if 0 < w < 1:
+            h = h - of_student * (1 - w) * torch.expm1(-log_m)
+    return value, h
 
 
 class Passes:
@@ -132,7 +135,7 @@ class Passes:
         close_C = apart_C.abs() <= CLOSE
         difference_CV = torch.where(close_C[:, None], student_CV - teacher_CV, s_CV - t_CV)
         d_CV = difference_CV - (torch.where(close_C, apart_C, 0.0) + (s_log_C - t_log_C))[:, None]
-        value_CV, pull_CV = terms(p_CV, q_CV, d_CV, mixture)
+        value_CV, h_CV = terms(p_CV, q_CV, d_CV, mixture)
         self.norms = Norms(
             student_top_C=s_top_C,
             student_log_C=s_log_C,
@@ -143,10 +146,11 @@ class Passes:
         )
         self.value_C = value_CV.sum(-1)
         at_C1 = at_C[:, None]
-        if mixture == REVERSE_KL:
-            pull_CV = p_CV * (difference_CV - difference_CV.gather(1, at_C1))
-        else:
-            pull_CV = pull_CV - p_CV * (pull_CV.gather(1, at_C1) / p_CV.gather(1, at_C1))
+        if mixture.teacher == 0:
+            pull_CV = h_CV - p_CV * (h_CV.gather(1, at_C1) / p_CV.gather(1, at_C1))
+        else:  # the difference first: equal h leave exactly nothing, however much of the mass they have
+            h_CV = difference_CV if mixture == REVERSE_KL else h_CV
+            pull_CV = p_CV * (h_CV - h_CV.gather(1, at_C1))
         self._p_CV, self._pull_CV = p_CV, pull_CV
 
     def grad(self, coef_C: Tensor, dtype: torch.dtype) -> Tensor:

@@ -62,18 +62,31 @@ def _terms(p, q, d, W: tl.constexpr, OF_TEACHER: tl.constexpr, OF_STUDENT: tl.co
         log_q = tl.where(d < -1.0, -far, -d - log_m)
     m = W * q + (1.0 - W) * p
     value = d * 0.0
-    pull = d * 0.0
+    h = d * 0.0
     if OF_TEACHER != 0.0:
         value += OF_TEACHER * kl_terms(q, m, log_q)
-        if W < 1.0:
+        if W == 0.0:
             near = p * _expm1(tl.minimum(tl.maximum(log_q, -0.25), 0.25))
-            pull -= OF_TEACHER * (1.0 - W) * tl.where(tl.abs(log_q) < 0.25, near, q * tl.exp(-log_m) - p)
+            h -= OF_TEACHER * tl.where(tl.abs(log_q) < 0.25, near, q - p)
+        elif W < 1.0:
+            h -= OF_TEACHER * (1.0 - W) * _expm1(log_q)
     if OF_STUDENT != 0.0:
         value += OF_STUDENT * kl_terms(p, m, -log_m)
-        pull -= OF_STUDENT * p * log_m
-        if W < 1.0:
-            pull -= OF_STUDENT * (1.0 - W) * p * _expm1(-log_m)
-    return value, pull
+        if W > 0.0:
+            h -= OF_STUDENT * log_m
+            if W < 1.0:
+                h -= OF_STUDENT * (1.0 - W) * _expm1(-log_m)
+    return value, h
+
+
+@triton.jit
+def _pull(p, h, h_top, W: tl.constexpr):
+    """p (h - h of the student's top token); see ``dense.Passes``."""
+    if W == 0.0:
+        pull = h - p * h_top
+    else:
+        pull = p * (h - h_top)
+    return pull
 
 
 @triton.jit
@@ -142,8 +155,10 @@ def _row(norms, row, C):
 def _at_top(s_log, t_top, t_log, t_there, offset, top, W: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
     """h of the student's top token."""
     p = tl.exp(-s_log)
-    _, pull = _terms(p, tl.exp((t_there - t_top) - t_log), top - offset, W, A, B)
-    return pull / p
+    _, h = _terms(p, tl.exp((t_there - t_top) - t_log), top - offset, W, A, B)
+    if W == 0.0:
+        h = h / p
+    return h
 
 
 @triton.jit
@@ -174,11 +189,11 @@ def _value_kernel(
         t = tl.load(teacher + row * V + at, mask=inside, other=0.0)
         difference = tl.where(close, s - t, (s - s_top) - (t - t_top))
         p = tl.exp((s - s_top) - s_log)
-        value, pull = _terms(p, tl.exp((t - t_top) - t_log), difference - offset, W, A, B)
+        value, h = _terms(p, tl.exp((t - t_top) - t_log), difference - offset, W, A, B)
         if W == 1.0:
             pull = p * (difference - top)
         else:
-            pull = pull - p * h_top
+            pull = _pull(p, h, h_top, W)
         total += tl.where(inside, value, 0.0)
         pulls += tl.where(inside & (at != s_best), pull, 0.0)
     tl.store(norms + 7 * C + row, tl.sum(total, 0))
@@ -211,8 +226,8 @@ def _grad_kernel(
     if W == 1.0:
         pull = p * (difference - top)
     else:
-        _, pull = _terms(p, tl.exp((t - t_top) - t_log), difference - offset, W, A, B)
-        pull = pull - p * _at_top(s_log, t_top, t_log, t_there, offset, top, W, A, B)
+        _, h = _terms(p, tl.exp((t - t_top) - t_log), difference - offset, W, A, B)
+        pull = _pull(p, h, _at_top(s_log, t_top, t_log, t_there, offset, top, W, A, B), W)
     pull = tl.where(at == tl.load(at_in + row), 0.0, pull)
     c = tl.load(coef + row)
     g = tl.where(c == 0.0, 0.0, c * (pull - p * tl.load(norms + 8 * C + row)))

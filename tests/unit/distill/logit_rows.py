@@ -39,6 +39,10 @@ def _ratio(size: float) -> Callable[[torch.Generator, int], Rows]:
 CASES: dict[str, Callable[[torch.Generator, int], Rows]] = {
     **{f"offsets {a:g} and {b:g}": _offset(a, b) for a, b in [(0, 0), (0, 300), (300, 300), (1e4, 1e4), (1e4, 0), (300, 1e4)]},
     **{f"log-ratios of {size:g}": _ratio(size) for size in (100.0, 1e3, 1e4)},
+    "50 nats apart": lambda g, vocab: (
+        s := 3 * torch.randn(6, vocab, generator=g),
+        s + 50 * torch.randn(6, vocab, generator=g),
+    ),
     "student sure": lambda g, vocab: (_sure(g, 1e-4, vocab), torch.randn(6, vocab, generator=g)),
     "student very sure": lambda g, vocab: (_sure(g, 1e-6, vocab), torch.randn(6, vocab, generator=g)),
     "teacher sure": lambda g, vocab: (torch.randn(6, vocab, generator=g), _sure(g, 1e-4, vocab)),

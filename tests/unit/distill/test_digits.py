@@ -76,7 +76,9 @@ def test_on_supports(name: str, case: str, side: str) -> None:
     student, teacher = logit_rows.make(case)
     out = scored(spec_of(name, side), student, teacher)
     want = logit_rows.wanted(name, student, teacher, outcomes_of(side, student, teacher))
-    logit_rows.check(out.divergence_C, out.grad_CV, want, atol=1e-8)  # differences of log-probabilities, which are rounded
+    # Differences of log-probabilities, which are rounded. 50 nats apart all but a few outcomes have the same h, and what autograd leaves of
+    # p h - p h is its last digit: 2^-23 of a number near 1.
+    logit_rows.check(out.divergence_C, out.grad_CV, want, atol=2**-23 if case == "50 nats apart" else 1e-8)
 
 
 @names
