@@ -146,13 +146,14 @@ def _show(manifest: dict[str, Any], console: Console) -> None:
     for row in counts["by_source_and_task"]:
         table.add_row(row["source"], row["task"], *(str(row[c]) for c in classes))
     console.print(table)
-    share = manifest["spread"]["yield"]
+    from verl_opsd.corpus.card import spread_lines
+
     lines = {
         "rows": f"{counts['rows']} of {counts['episodes']} episodes, {counts['loss_tokens']} loss tokens of {counts['sequence_tokens']}",
-        "yield": "none" if share is None else f"{share:.1%} of the agents' runs",
-        "warning": manifest["spread"]["warning"] or "none",
         "left out": ", ".join(f"{k} {len(v)}" for k, v in manifest["excluded"].items()) or "nothing",
         "gates": ", ".join(f"{g['gate']} {g['verdict']}" for g in manifest["gates"]),
     }
     for name, value in lines.items():
         console.print(f"{name}: {value}", highlight=False)
+    for line in spread_lines(manifest["spread"]):
+        console.print(line, highlight=False)

@@ -55,12 +55,13 @@ def spread(attempts: dict[str, int], successes: dict[str, int]) -> dict[str, Any
     """How unevenly tasks are solved.
 
     Returns:
-        yield (successes over attempts), ratio of the best to the worst solved task's rate (None: a task was never solved), tasks that
-        were never solved, and a warning, empty while the ratio is at most :data:`UNEVEN`.
+        yield (successes over attempts), tasks (successes and attempts of each), ratio of the best to the worst solved task's rate (None:
+        none was solved), tasks that were never solved, and a warning, empty while each was solved and the ratio is at most :data:`UNEVEN`.
     """
+    tasks = {task: [successes.get(task, 0), n] for task, n in sorted(attempts.items())}
     rates = {task: successes.get(task, 0) / n for task, n in attempts.items() if n}
     if not rates:
-        return {"yield": None, "ratio": None, "never_solved": [], "warning": "no run was scored"}
+        return {"yield": None, "tasks": tasks, "ratio": None, "never_solved": [], "warning": "no run was scored"}
     never = sorted(task for task, rate in rates.items() if rate == 0)
     solved = [rate for rate in rates.values() if rate > 0]
     ratio = max(solved) / min(solved) if solved else None
@@ -71,10 +72,22 @@ def spread(attempts: dict[str, int], successes: dict[str, int]) -> dict[str, Any
         warning += f"{'; ' if warning else ''}the best task is solved {ratio:.1f} times as often as the worst"
     return {
         "yield": sum(successes.values()) / sum(attempts.values()),
+        "tasks": tasks,
         "ratio": ratio,
         "never_solved": never,
         "warning": warning,
     }
+
+
+def spread_lines(spread: dict[str, Any]) -> list[str]:
+    """The same for a terminal: yield, each task, ratio and warning."""
+    share, ratio = spread["yield"], spread["ratio"]
+    return [
+        f"yield: {'none' if share is None else f'{share:.1%}'} of the agents' runs",
+        *(f"  {task} {passed} of {runs}" for task, (passed, runs) in spread["tasks"].items()),
+        f"spread: {'none' if ratio is None else f'{ratio:.1f}'} (best over worst solved task; a warning above {UNEVEN:g})",
+        f"warning: {spread['warning'] or 'none'}",
+    ]
 
 
 def sample_sheet(rows: Sequence[CorpusRow], decode: Callable[[list[int]], str], size: int, seed: int) -> str:

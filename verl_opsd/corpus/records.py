@@ -25,7 +25,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.records import BriefKind, Episode, Ids, Trajectory
 
 #: Version of the rows and of the manifest; others are refused.
-CORPUS_SCHEMA = 1
+CORPUS_SCHEMA = 2
 MANIFEST = "corpus.json"
 SPLITS = ("train", "validation")
 

@@ -94,6 +94,14 @@ class Selection:
     attempts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     successes: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
+    def count(self, episode: Episode, agent_id: str, level: Literal["feature", "pair"]) -> bool:
+        """Counts one agent's run of a scored episode; whether it passed."""
+        task = f"{episode.repo}/task{episode.task_id}"
+        passed = passes(episode, agent_id, level)
+        self.attempts[task] += 1
+        self.successes[task] += passed
+        return passed
+
 
 def open_sources(runs: Sequence[Path]) -> list[Source]:
     """The runs' stores; all of one contract, but for the tasks that each run touched.
@@ -175,12 +183,10 @@ def select(sources: Sequence[Source], spec: Spec, rendering: Rendering, target: 
 def _of_agent(
     source: Source, episode: Episode, agent_id: str, spec: Spec, rendering: Rendering, out: Selection
 ) -> list[CorpusRow]:
-    where, task = f"{source.name}/{episode.episode_id}/{agent_id}", f"{episode.repo}/task{episode.task_id}"
-    out.attempts[task] += 1
-    if not passes(episode, agent_id, spec.level):
+    where = f"{source.name}/{episode.episode_id}/{agent_id}"
+    if not out.count(episode, agent_id, spec.level):
         out.excluded["not_passed"].append(where)
         return []
-    out.successes[task] += 1
     messages = episode.messages.get(agent_id, [])
     longest = longest_observation(messages)
     if longest > spec.max_observation:

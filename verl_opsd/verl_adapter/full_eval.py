@@ -11,6 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl_opsd.config import OpsdConfig
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.types import PairTask
+from verl_opsd.corpus.card import spread, spread_lines
+from verl_opsd.corpus.select import Selection
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.alone import grade_alone
 from verl_opsd.evaluation.model_size import model_size
@@ -84,6 +86,11 @@ def evaluate(trainer: Any, validate: Callable[[], Any]) -> dict[str, float]:
         )
         run.evidence("graded_alone", len(episodes) - len(faults), None, None, str(faults or ""))
     print(f"verl-opsd: {running(episodes, planned)}", flush=True)
+    if opsd.recipe == "collect":
+        found = Selection()
+        for episode, agent in ((e, a) for e in episodes if e.scored for a in e.agents):
+            found.count(episode, agent.agent_id, "feature")
+        print("\n".join(spread_lines(spread(found.attempts, found.successes))), flush=True)
     row = standing("eval", episodes)
     counts = {"planned": float(planned), "ran": float(row.ran), "scored": float(row.scored)}
     rates = {k: r.value for k, r in (("features", row.features), ("pairs", row.pairs)) if r.value is not None}

@@ -15,7 +15,7 @@ from chat_tokenizer import chat_tokenizer
 from recorded import CONTRACT, TOOLS, call, episode, rendering, run_dir
 
 from verl_opsd.corpus.build import build, held_out
-from verl_opsd.corpus.card import composition, spread
+from verl_opsd.corpus.card import composition, spread, spread_lines
 from verl_opsd.corpus.contamination import contamination_of, evaluated
 from verl_opsd.corpus.duplicates import near_duplicates
 from verl_opsd.corpus.records import read_manifest, read_rows
@@ -181,7 +181,16 @@ def test_composition_and_spread_by_hand(corpus):
     assert counted["loss_tokens"] == loss and counted["rows"] == 3 and counted["episodes"] == 2
     assert sum(counted["by_class"].values()) == counted["sequence_tokens"] == sum(len(r.input_ids) for r in rows)
     assert [t["task"] for t in counted["by_source_and_task"]] == ["repo_a/task1", "repo_b/task1"]
-    uneven = spread({"x": 100, "y": 100, "z": 4}, {"x": 78, "y": 1})
+    uneven = spread({"y": 100, "x": 100, "z": 4}, {"x": 78, "y": 1})
+    assert uneven["tasks"] == {"x": [78, 100], "y": [1, 100], "z": [0, 4]}
+    assert spread_lines(uneven) == [
+        "yield: 38.7% of the agents' runs",
+        "  x 78 of 100",
+        "  y 1 of 100",
+        "  z 0 of 4",
+        "spread: 78.0 (best over worst solved task; a warning above 10)",
+        "warning: 1 of 3 tasks were never solved; the best task is solved 78.0 times as often as the worst",
+    ]
     assert uneven["ratio"] == pytest.approx(78) and uneven["never_solved"] == ["z"]
     assert "78.0 times" in uneven["warning"] and uneven["yield"] == 79 / 204
     assert spread({"x": 10, "y": 10}, {"x": 10, "y": 5})["warning"] == ""
