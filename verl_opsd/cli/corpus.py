@@ -69,15 +69,18 @@ def build_corpus(args: argparse.Namespace, console: Console | None = None) -> in
     """Builds a corpus and shows it."""
     from verl_opsd.corpus.build import build
     from verl_opsd.corpus.select import Spec, open_sources
-    from verl_opsd.verl_adapter.rendering import harness_tools, rendering_of
+    from verl_opsd.verl_adapter.rendering import harness_tools, hints_of_run, rendering_of
 
     names = {f.name for f in dataclasses.fields(Spec)}
     spec = Spec(**{k: v for k, v in vars(args).items() if k in names})
-    sources = open_sources(args.runs)
+    for path in args.runs:
+        if not (path / "meta.json").is_file():
+            raise OpsdError(f"{path} holds no meta.json", "a corpus is made of run directories", "name such a directory")
     models = {json.loads((path / "meta.json").read_text())["student"] for path in args.runs}
     if len(models) != 1:
         raise OpsdError(f"runs of the models {sorted(models)}", "a corpus has one tokenizer", "build one corpus a model")
     (model,) = models
+    sources = open_sources(args.runs, lambda run: hints_of_run(run, model))
     rendering = rendering_of(model, harness_tools())
     manifest = build(sources, spec, rendering, _target(args.dataset, args.eval, args.disjoint), args.out, model, args.dataset)
     _show(manifest, console or Console())
@@ -103,20 +106,21 @@ def check_corpus(args: argparse.Namespace, console: Console | None = None) -> in
     from verl_opsd.corpus.gates import check
     from verl_opsd.corpus.records import read_manifest
     from verl_opsd.corpus.select import open_sources
-    from verl_opsd.verl_adapter.rendering import chat_rows, harness_tools, rendering_of
+    from verl_opsd.verl_adapter.rendering import chat_rows, harness_tools, hints_of_run, rendering_of
 
     manifest = read_manifest(args.corpus)
     evaluation = manifest["evaluation"]
-    stores = None
+    sources = None
     if not args.without_sources:
         moved = {path.resolve().name: path for path in args.source}
         recorded = [s for s in manifest["sources"] if s["origin"] == "recorded"]
-        stores = {s.name: s.store for s in open_sources([moved.get(s["name"], Path(s["path"])) for s in recorded])}
+        runs = [moved.get(s["name"], Path(s["path"])) for s in recorded]
+        sources = {s.name: s for s in open_sources(runs, lambda run: hints_of_run(run, manifest["model"]))}
     target = _target(evaluation["dataset"], list(evaluation["subsets"]), evaluation["level"])
     files = [Path(s["path"]) for s in manifest["sources"] if s["origin"] == "rendered"]
     rendering = rendering_of(manifest["model"], None if files else harness_tools())
-    again = [] if stores is None else [row for f in files for row in chat_rows(f, manifest["model"], rendering)]
-    verdicts = check(args.corpus, rendering, target, stores, again)
+    again = [] if sources is None else [row for f in files for row in chat_rows(f, manifest["model"], rendering)]
+    verdicts = check(args.corpus, rendering, target, sources, again)
     table = Table("gate", "verdict", "what")
     for v in verdicts:
         table.add_row(v.gate, v.verdict, v.detail)

@@ -56,7 +56,8 @@ def build(
         }
         for s in sources
     ]
-    verdicts = check_rows(chosen.rows, spec, hashes, target, rendering) + check_sources(chosen.rows, read, spec, rendering)
+    verdicts = check_rows(chosen.rows, spec, hashes, target, rendering)
+    verdicts += check_sources(chosen.rows, by_source, read, spec, rendering)
     return write_corpus(
         out, chosen, verdicts, spec, rendering, target, described, hashes, sources[0].contract.as_dict(), model, dataset
     )

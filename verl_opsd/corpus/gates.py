@@ -22,11 +22,10 @@ from verl_opsd.corpus.contamination import Evaluated, contamination_of_row
 from verl_opsd.corpus.duplicates import near_duplicates
 from verl_opsd.corpus.records import CorpusRow, read_manifest, read_rows
 from verl_opsd.corpus.rerender import Rendering, rerender
-from verl_opsd.corpus.select import Spec, longest_observation, passes, rows_of_episode
+from verl_opsd.corpus.select import Source, Spec, longest_observation, passes, rows_of_episode, unlike
 from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import file_hash
 from verl_opsd.tokens.records import Episode
-from verl_opsd.tokens.store import EpisodeStore
 
 #: Version of each gate; a change of what a gate accepts changes it.
 VERSIONS = {
@@ -42,7 +41,7 @@ VERSIONS = {
     "recorded": "1",
     "success": "1",
     "observation": "1",
-    "rendered_again": "1",
+    "rendered_again": "2",
 }
 
 
@@ -126,10 +125,14 @@ def mask_problem(row: CorpusRow) -> str:
 
 
 def check_sources(
-    rows: Sequence[CorpusRow], episodes: Mapping[tuple[str, str], Episode], spec: Spec, rendering: Rendering
+    rows: Sequence[CorpusRow],
+    sources: Mapping[str, Source],
+    episodes: Mapping[tuple[str, str], Episode],
+    spec: Spec,
+    rendering: Rendering,
 ) -> list[Verdict]:
     """The gates that compare recorded rows with the episodes that they are of."""
-    recorded, failed, long, unlike = [], [], [], []
+    recorded, failed, long, different = [], [], [], []
     recorded_rows = [r for r in rows if r.origin == "recorded"]
     for name in sorted({(r.source, r.episode_id, r.agent_id) for r in recorded_rows}):
         mine = [r for r in recorded_rows if (r.source, r.episode_id, r.agent_id) == name]
@@ -137,23 +140,22 @@ def check_sources(
         if episode is None:
             recorded.append(f"{'/'.join(name)}: no such episode")
             continue
-        stored = {r.branch: r for r in rows_of_episode(name[0], episode, name[2], rendering.decode)[0]}
+        hint = sources[name[0]].hints(episode).get(name[2])
+        stored = {r.branch: r for r in rows_of_episode(name[0], episode, name[2], rendering, hint)[0]}
         recorded += [f"{r.name}: {why}" for r in mine if (why := difference(r, stored.get(r.branch)))]
         if not passes(episode, name[2], spec.level):
             failed.append("/".join(name))
         messages = episode.messages.get(name[2], [])
         if (longest := longest_observation(messages)) > spec.max_observation:
             long.append(f"{'/'.join(name)}: {longest} characters")
-        found = rerender([t for t in episode.turns if t.agent_id == name[2]], messages, rendering)
-        for r in mine:
-            wrong = [found.get(t) for t in sorted({int(t) for t in r.turn_index[r.loss_mask == 1]}) if found.get(t)]
-            unlike += [f"{r.name}: {wrong[0]}"] if wrong else []
+        found = rerender([t for t in episode.turns if t.agent_id == name[2]], messages, rendering, hint or ())
+        different += [f"{r.name}: {wrong}" for r in mine if (wrong := unlike(r, found))]
     n = f"{len(recorded_rows)} recorded rows"
     return [
         verdict("recorded", recorded, n),
         verdict("success", failed, f"{n}, level {spec.level}"),
         verdict("observation", long, f"at most {spec.max_observation} characters"),
-        verdict("rendered_again", unlike, n),
+        verdict("rendered_again", different, n),
     ]
 
 
@@ -178,13 +180,13 @@ def check(
     folder: Path,
     rendering: Rendering,
     target: Evaluated,
-    sources: Mapping[str, EpisodeStore] | None,
+    sources: Mapping[str, Source] | None,
     rendered: Sequence[CorpusRow] = (),
 ) -> list[Verdict]:
     """Every gate of a corpus on disk.
 
     Args:
-        sources: stores by the names of the corpus' sources; None leaves out the gates that need them.
+        sources: the corpus' sources by their names; None leaves out the gates that need them.
         rendered: what rendering the corpus' chat files again gives.
     """
     manifest = read_manifest(folder)
@@ -202,9 +204,9 @@ def check(
         names = ("recorded", "success", "observation", "rendered_again")
         return [*merged(verdicts), *(Verdict(g, "not run", "the sources were left out") for g in names)]
     again = {r.name: r for r in rendered}
-    unlike = [f"{r.name}: {why}" for r in every if r.origin == "rendered" and (why := difference(r, again.get(r.name)))]
-    verdicts.append(verdict("rendered_again", unlike, f"{len(rendered)} rendered rows"))
-    return merged(verdicts + check_sources(every, _episodes(every, sources), spec, rendering))
+    changed = [f"{r.name}: {why}" for r in every if r.origin == "rendered" and (why := difference(r, again.get(r.name)))]
+    verdicts.append(verdict("rendered_again", changed, f"{len(rendered)} rendered rows"))
+    return merged(verdicts + check_sources(every, sources, _episodes(every, sources), spec, rendering))
 
 
 def merged(verdicts: Sequence[Verdict]) -> list[Verdict]:
@@ -258,7 +260,7 @@ def _counts(manifest: dict[str, Any], rows: Mapping[str, Sequence[CorpusRow]]) -
     return verdict("composition", wrong, f"{counted['loss_tokens']} loss tokens")
 
 
-def _episodes(rows: Sequence[CorpusRow], sources: Mapping[str, EpisodeStore]) -> dict[tuple[str, str], Episode]:
+def _episodes(rows: Sequence[CorpusRow], sources: Mapping[str, Source]) -> dict[tuple[str, str], Episode]:
     wanted = {(r.source, r.episode_id) for r in rows if r.origin == "recorded"}
     missing = sorted({s for s, _ in wanted} - set(sources))
     if missing:
@@ -267,5 +269,5 @@ def _episodes(rows: Sequence[CorpusRow], sources: Mapping[str, EpisodeStore]) ->
             "a corpus is checked against the episodes that it was made of",
             "name their run directories with --source, or leave these gates out with --without-sources",
         )
-    known = {name: set(store.ids()) for name, store in sources.items()}
-    return {(s, e): sources[s].read(e) for s, e in sorted(wanted) if e in known[s]}
+    known = {name: set(source.store.ids()) for name, source in sources.items()}
+    return {(s, e): sources[s].store.read(e) for s, e in sorted(wanted) if e in known[s]}

@@ -15,7 +15,7 @@ import numpy as np
 from verl_opsd.tokens.branches import build_trajectories
 from verl_opsd.tokens.classes import token_offsets
 from verl_opsd.tokens.gateway import TokenBuilder, Tools
-from verl_opsd.tokens.records import Ids, TurnRecord, common_prefix
+from verl_opsd.tokens.records import Ids, Trajectory, TurnRecord, common_prefix
 
 Message = Mapping[str, Any]
 
@@ -31,6 +31,8 @@ class Rendering:
         tools: tool definitions of every call.
         turn_end: text of the token that ends a turn.
         tokenizer: SHA-256 of the tokenizer (``teachers.cache.tokenizer_hash``).
+        hinted: the builder of prompts that hold a hint of these ids.
+        strip: a trajectory as if its actor had not read that hint.
     """
 
     builder: TokenBuilder
@@ -39,6 +41,8 @@ class Rendering:
     tools: Tools
     turn_end: str
     tokenizer: str
+    hinted: Callable[[list[int]], TokenBuilder]
+    strip: Callable[[Trajectory, list[int]], Trajectory]
 
 
 @dataclass(frozen=True)
@@ -63,15 +67,19 @@ class Mismatch:
         return f"turn {self.turn}, {self.part}, token {self.position}: recorded {self.recorded!r}, rendered again {self.rendered!r}"
 
 
-def rerender(turns: Sequence[TurnRecord], messages: Sequence[Message], rendering: Rendering) -> dict[int, Mismatch | None]:
+def rerender(
+    turns: Sequence[TurnRecord], messages: Sequence[Message], rendering: Rendering, hint: Sequence[int] = ()
+) -> dict[int, Mismatch | None]:
     """Renders every policy turn of one agent again.
 
     Args:
         turns: all turns of the agent, in order.
         messages: the agent's stored history; an assistant message's ``extra.turn`` names its turn.
+        hint: ids of the brief that stood in the agent's own prompts.
 
     Returns:
-        For each policy turn its first difference, or None.
+        For each policy turn its first difference, or None. Behind a turn that differs every later one has its difference: it is compared
+        behind the ids that were recorded.
     """
     history = [m for m in messages if m.get("role") != "exit"]  # the harness' own mark, which no prompt holds
     place = {
@@ -81,6 +89,7 @@ def rerender(turns: Sequence[TurnRecord], messages: Sequence[Message], rendering
     ids = {t.branch: t.input_ids for t in build_trajectories(turns)}
     found: dict[int, Mismatch | None] = {}
     previous: TurnRecord | None = None
+    builder = rendering.hinted(list(hint)) if hint else rendering.builder
     for turn in turns:
         if turn.kind != "policy":
             continue
@@ -89,14 +98,16 @@ def rerender(turns: Sequence[TurnRecord], messages: Sequence[Message], rendering
             continue
         here = place[turn.turn]
         if previous is None:
-            prompt = list(rendering.builder.initial(plain[:here], rendering.tools))
+            prompt = list(builder.initial(plain[:here], rendering.tools))
         else:
             before = ids[previous.branch][: previous.end].tolist()
             known = plain[: place[previous.turn] + 1]
-            prompt = before + list(rendering.builder.extend(known, plain[:here], before, rendering.tools))
+            prompt = before + list(builder.extend(known, plain[:here], before, rendering.tools))
         recorded = ids[turn.branch]
-        found[turn.turn] = _context(turn, recorded[: turn.prompt_len], prompt, rendering) or _reply(
-            turn, recorded[turn.prompt_len : turn.end], plain[here], rendering
+        found[turn.turn] = (
+            (found[previous.turn] if previous else None)
+            or _context(turn, recorded[: turn.prompt_len], prompt, rendering)
+            or _reply(turn, recorded[turn.prompt_len : turn.end], plain[here], rendering)
         )
         previous = turn
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from verl_opsd.contract import EvalContract
 from verl_opsd.corpus.contamination import Evaluated, contamination_of_row
 from verl_opsd.corpus.duplicates import near_duplicates
 from verl_opsd.corpus.records import CorpusRow, row_of
-from verl_opsd.corpus.rerender import Rendering, rerender
+from verl_opsd.corpus.rerender import Mismatch, Rendering, rerender
 from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.branches import build_trajectories
@@ -70,14 +70,27 @@ class Spec:
             )
 
 
+Hints = Callable[[Episode], Mapping[str, list[int]]]
+
+
+def no_hints(episode: Episode) -> dict[str, list[int]]:
+    """Of a run whose actors had no brief."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Source:
-    """One run whose episodes are read."""
+    """One run whose episodes are read.
+
+    Attributes:
+        hints: ids of the brief that stood in each agent's own prompts, of those that had one. Rows don't hold it.
+    """
 
     name: str
     store: EpisodeStore
     contract: EvalContract
     path: str
+    hints: Hints = no_hints
 
 
 @dataclass
@@ -103,8 +116,11 @@ class Selection:
         return passed
 
 
-def open_sources(runs: Sequence[Path]) -> list[Source]:
+def open_sources(runs: Sequence[Path], hints: Callable[[Path], Hints] = lambda run: no_hints) -> list[Source]:
     """The runs' stores; all of one contract, but for the tasks that each run touched.
+
+    Args:
+        hints: see ``Source.hints``, by run directory.
 
     Raises:
         OpsdError: a directory that is no run, runs of two contracts, or two of one name.
@@ -120,21 +136,22 @@ def open_sources(runs: Sequence[Path]) -> list[Source]:
         name = path.resolve().name
         if name in {s.name for s in sources}:
             raise OpsdError(f"two sources named {name}", "rows are told apart by their source's name", "rename a directory")
-        sources.append(Source(name, EpisodeStore(run.episodes), contract, str(path.resolve())))
+        sources.append(Source(name, EpisodeStore(run.episodes), contract, str(path.resolve()), hints(path)))
     return sources
 
 
 def rows_of_episode(
-    source: str, episode: Episode, agent_id: str, decode: Callable[[list[int]], str]
+    source: str, episode: Episode, agent_id: str, rendering: Rendering, hint: list[int] | None
 ) -> tuple[list[CorpusRow], int]:
-    """Rows of one agent's branches that carry loss, and the number of branches that carry none."""
+    """Rows of one agent's branches that carry loss, without its hint, and the number of branches that carry none."""
 
     def classify(ids: Ids) -> Any:
-        return token_classes(ids.tolist(), decode)
+        return token_classes(ids.tolist(), rendering.decode)
 
     turns = [t for t in episode.turns if t.agent_id == agent_id]
     branches = build_trajectories(turns, loss_kinds=LOSS_KINDS, classify=classify)
-    rows = [row_of(source, episode, b) for b in branches if b.loss_mask.any()]
+    plain = (rendering.strip(b, hint) if hint else b for b in branches if b.loss_mask.any())
+    rows = [row_of(source, episode, b) for b in plain]
     return rows, len(branches) - len(rows)
 
 
@@ -144,6 +161,12 @@ def passes(episode: Episode, agent_id: str, level: Literal["feature", "pair"]) -
     passed = {f.feature_id: f.earned for f in episode.grade.features}
     feature = next(a.feature_id for a in episode.agents if a.agent_id == agent_id)
     return all(passed.values()) if level == "pair" else passed[feature]
+
+
+def unlike(row: CorpusRow, found: Mapping[int, Mismatch | None]) -> Mismatch | None:
+    """The first difference (:func:`~verl_opsd.corpus.rerender.rerender`) of a row's loss turns."""
+    turns = sorted({int(t) for t in row.turn_index[row.loss_mask == 1]})
+    return next((found[t] for t in turns if found.get(t)), None)
 
 
 def longest_observation(messages: Iterable[dict[str, Any]]) -> int:
@@ -192,16 +215,15 @@ def _of_agent(
     if longest > spec.max_observation:
         out.excluded["observation_too_long"].append(f"{where}: {longest} characters")
         return []
-    rows, without = rows_of_episode(source.name, episode, agent_id, rendering.decode)
+    hint = source.hints(episode).get(agent_id)
+    rows, without = rows_of_episode(source.name, episode, agent_id, rendering, hint)
     if without:
         out.excluded["branch_without_loss"].append(f"{where}: {without}")
-    found = rerender([t for t in episode.turns if t.agent_id == agent_id], messages, rendering)
+    found = rerender([t for t in episode.turns if t.agent_id == agent_id], messages, rendering, hint or ())
     kept = []
     for row in rows:
-        turns = {int(t) for t in row.turn_index[row.loss_mask == 1]}
-        wrong = [found[t] for t in sorted(turns) if found[t] is not None]
-        if wrong:
-            out.excluded["not_rendered_again"].append(f"{row.name}: {wrong[0]}")
+        if wrong := unlike(row, found):
+            out.excluded["not_rendered_again"].append(f"{row.name}: {wrong}")
         else:
             kept.append(row)
     return kept

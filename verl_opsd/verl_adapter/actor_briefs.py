@@ -74,9 +74,9 @@ def collected_with(opsd: OpsdConfig) -> ActorBriefConfig:
 
 @functools.lru_cache(maxsize=8)
 def read_by_actors(run: Path) -> ActorBriefConfig:
-    """What the actors of a run directory's own episodes had read; nothing where it has no ``meta.json``."""
+    """What the actors of a run directory's own episodes had read; nothing where its ``meta.json`` says nothing."""
     meta = run / "meta.json"
-    said = json.loads(meta.read_text())["opsd"].get("actor_brief", {}) if meta.is_file() else {}
+    said = json.loads(meta.read_text()).get("opsd", {}).get("actor_brief", {}) if meta.is_file() else {}
     return ActorBriefConfig(**said)
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from verl_opsd.cooperbench.dataset import dataset_folder
+from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.corpus.records import CorpusRow
 from verl_opsd.corpus.rerender import Rendering
+from verl_opsd.corpus.select import Hints, no_hints
 from verl_opsd.errors import OpsdError
+from verl_opsd.privilege import ChatMarkers
+from verl_opsd.privilege.hints import without_hint
 from verl_opsd.teachers.cache import tokenizer_hash
 from verl_opsd.tokens.gateway import Tools
+from verl_opsd.tokens.records import Episode, Trajectory
+from verl_opsd.verl_adapter.actor_briefs import HintedBuilder, hints_of, read_by_actors
 
 _ASKED = [{"role": "user", "content": "x"}]
 
@@ -42,7 +50,32 @@ def make_rendering(tokenizer: Any, builder: Any, tools: Tools) -> Rendering:
             )
         return str(whole[len(asked) :].removesuffix("\n"))
 
-    return Rendering(builder, reply, tokenizer.decode, tools, tokenizer.eos_token, tokenizer_hash(tokenizer))
+    def hinted(hint: list[int]) -> HintedBuilder:
+        return HintedBuilder(builder, hint, ChatMarkers.from_tokenizer(tokenizer))
+
+    def strip(trajectory: Trajectory, hint: list[int]) -> Trajectory:
+        return without_hint(trajectory, hint, ChatMarkers.from_tokenizer(tokenizer))
+
+    known = tokenizer.eos_token, tokenizer_hash(tokenizer)
+    return Rendering(builder, reply, tokenizer.decode, tools, *known, hinted, strip)
+
+
+def hints_of_run(run: Path, model: str) -> Hints:
+    """Ids of the briefs that stood in the own prompts of a run's actors (``opsd.actor_brief``), under a model's tokenizer."""
+    config = read_by_actors(run)
+    if config.name == "none":
+        return no_hints
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tasks = json.loads((run / "meta.json").read_text())["opsd"]["tasks"]
+    root = dataset_folder(tasks["dataset"], "opsd.tasks.dataset")
+
+    def hints(episode: Episode) -> dict[str, list[int]]:
+        pair = PairTask(root, episode.repo, episode.task_id, episode.features, episode.split)
+        return {agent: brief.ids(tokenizer) for agent, brief in hints_of(config, pair, episode).items()}
+
+    return hints
 
 
 def chat_rows(path: Path, model: str, rendering: Rendering) -> list[CorpusRow]:

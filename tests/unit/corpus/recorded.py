@@ -12,8 +12,10 @@ from chat_tokenizer import chat_tokenizer
 
 from verl_opsd.contract import EvalContract
 from verl_opsd.corpus.rerender import Rendering
+from verl_opsd.privilege import ChatMarkers
 from verl_opsd.rundir import write_json
 from verl_opsd.tokens import AgentOutcome, Episode, EpisodeStore, FeatureGrade, Gateway, Generation, Grade, ToolCall
+from verl_opsd.verl_adapter.actor_briefs import HintedBuilder
 from verl_opsd.verl_adapter.rendering import make_rendering
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object", "properties": {}}}}]
@@ -76,10 +78,21 @@ def rendering() -> Rendering:
     return make_rendering(tokenizer, Builder(tokenizer), TOOLS)
 
 
-async def play(episode: str, agent: str, replies: list[str | list[int]], task: str, contract: EvalContract, tool: str = "ok"):
+async def play(
+    episode: str,
+    agent: str,
+    replies: list[str | list[int]],
+    task: str,
+    contract: EvalContract,
+    tool: str = "ok",
+    hint: list[int] | None = None,
+):
     """Turns and messages of one agent. A reply without a call is refused as the harness refuses it: its message is dropped."""
     tokenizer = chat_tokenizer()
-    gateway = Gateway(Engine(tokenizer, replies), Builder(tokenizer), Parser(tokenizer), contract)
+    builder: Any = Builder(tokenizer)
+    if hint:
+        builder = HintedBuilder(builder, hint, ChatMarkers.from_tokenizer(tokenizer))
+    gateway = Gateway(Engine(tokenizer, replies), builder, Parser(tokenizer), contract)
     session = gateway.session(episode, agent)
     history = [{"role": "system", "content": f"You are {agent}."}, {"role": "user", "content": task}]
     for _ in replies:
@@ -100,11 +113,13 @@ def episode(
     passed: tuple[bool, bool] = (True, True),
     contract: EvalContract = CONTRACT,
     tool: str = "ok",
+    hint: list[int] | None = None,
     **changes: Any,
 ) -> Episode:
     """A scored pair on features 1 and 2 of a task of its own."""
     played = {
-        a: asyncio.run(play(name, a, r, f"Task of {name}.", contract, tool)) for a, r in (("agent1", first), ("agent2", second))
+        a: asyncio.run(play(name, a, r, f"Task of {name}.", contract, tool, hint))
+        for a, r in (("agent1", first), ("agent2", second))
     }
     values: dict[str, Any] = {
         "episode_id": name,

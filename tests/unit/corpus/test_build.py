@@ -14,14 +14,18 @@ import yaml
 from chat_tokenizer import chat_tokenizer
 from recorded import CONTRACT, TOOLS, call, episode, rendering, run_dir
 
+from verl_opsd.cooperbench.dataset import load_subset
 from verl_opsd.corpus.build import build, held_out
 from verl_opsd.corpus.card import composition, spread, spread_lines
 from verl_opsd.corpus.contamination import contamination_of, evaluated
 from verl_opsd.corpus.duplicates import near_duplicates
+from verl_opsd.corpus.gates import check
 from verl_opsd.corpus.records import read_manifest, read_rows
 from verl_opsd.corpus.select import Spec, open_sources, select
 from verl_opsd.errors import OpsdError
+from verl_opsd.privilege import process
 from verl_opsd.tokens import EpisodeStore
+from verl_opsd.verl_adapter.rendering import hints_of_run
 
 
 def taken(runs, target, **spec):
@@ -116,6 +120,45 @@ def test_another_encoding_of_the_same_text_is_kept(tmp_path, target):
     run = run_dir(tmp_path / "run", episode("e", [spelt], [call("pwd")]))
     rows = taken([run], target).rows
     assert len(rows) == 2 and rows[0].input_ids[rows[0].loss_mask == 1].tolist() == spelt
+
+
+def test_a_brief_that_the_actors_read_is_taken_out_and_the_conversation_is_rendered_again_with_it(tmp_path, target):
+    """Rows are those of the same replies without a brief; every gate passes, and without knowing the brief none of it is taken."""
+    pair = load_subset("pocket_train", split="train")[0]
+    same = {"repo": pair.repo, "task_id": pair.task_id, "features": pair.features}
+    replies = [call("ls -l"), "I think first.", call("git push")], [call("pwd")]
+    hint = process().ids(chat_tokenizer())
+    plain = run_dir(tmp_path / "plain", episode("e", *replies, **same))
+    kinds = {"agent1": "guidance", "agent2": "guidance"}
+    briefed = run_dir(tmp_path / "briefed", episode("e", *replies, hint=hint, brief_kinds=kinds, **same))
+    said = {"tasks": {"dataset": "pocket"}, "actor_brief": {"name": "process", "where": "train"}}
+    (briefed / "meta.json").write_text(json.dumps({"opsd": said}))
+    model = str(tmp_path / "tokenizer")
+    chat_tokenizer().save_pretrained(model)
+
+    assert hint == hint_in(EpisodeStore(briefed / "episodes").read("e").turns[0].new_ids, len(hint))
+    sources = open_sources([briefed], lambda run: hints_of_run(run, model))
+    build(sources, Spec(), rendering(), target, tmp_path / "corpus", model, "pocket")
+    assert {v.verdict for v in check(tmp_path / "corpus", rendering(), target, {s.name: s for s in sources})} == {"pass"}
+    mine, theirs = read_rows(tmp_path / "corpus" / "train.parquet"), taken([plain], target).rows
+    assert [r.actor_brief_kind for r in mine] == ["guidance"] * 3  # a refused reply makes a branch
+    for a, b in zip(mine, theirs, strict=True):
+        for name in ("input_ids", "loss_mask", "turn_index", "token_class", "logprobs"):
+            assert np.array_equal(getattr(a, name), getattr(b, name)), name
+    unknown = taken([briefed], target)
+    assert unknown.rows == [] and len(unknown.excluded["not_rendered_again"]) == 3
+    (found,) = [
+        v
+        for v in check(tmp_path / "corpus", rendering(), target, {"briefed": open_sources([briefed])[0]})
+        if v.gate == "recorded"
+    ]
+    assert found.verdict == "fail"
+
+
+def hint_in(prompt: np.ndarray, length: int) -> list[int]:
+    """The last tokens of the system message."""
+    end = int(np.flatnonzero(prompt == chat_tokenizer().eos_token_id)[0])
+    return prompt[end - length : end].tolist()
 
 
 def test_runs_of_two_contracts_are_refused_field_by_field(run, tmp_path):

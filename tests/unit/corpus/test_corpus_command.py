@@ -13,6 +13,7 @@ from rich.console import Console
 from verl_opsd.cli.main import main, parser
 from verl_opsd.corpus.records import MANIFEST, read_manifest, read_rows
 from verl_opsd.corpus.rendered import rows_of_file
+from verl_opsd.corpus.select import no_hints
 from verl_opsd.errors import OpsdError
 
 
@@ -40,6 +41,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "rendering_of", lambda model, tools: rendering())
     monkeypatch.setattr(module, "harness_tools", lambda: TOOLS)
+    monkeypatch.setattr(module, "hints_of_run", lambda run, model: no_hints)
     monkeypatch.setattr(module, "chat_rows", lambda path, model, r: rows(path))
 
 
@@ -136,5 +138,7 @@ def test_a_rendering_that_is_not_the_whole_conversations_is_refused(tmp_path, mo
 
 
 def test_bad_input_ends_with_code_2(tmp_path, capsys):
+    assert main(["corpus", "build", str(tmp_path), "--out", str(tmp_path / "c"), "--eval", "pocket_eval"]) == 2
+    assert "holds no meta.json" in capsys.readouterr().err
     assert main(["corpus", "show", str(tmp_path)]) == 2
     assert "holds no corpus.json" in capsys.readouterr().err

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded import rendering
+from recorded import CONTRACT, rendering
 
 from verl_opsd.corpus.card import composition
 from verl_opsd.corpus.gates import VERSIONS, check
 from verl_opsd.corpus.records import MANIFEST, CorpusRow, read_manifest, read_rows, write_rows
+from verl_opsd.corpus.select import Source
 from verl_opsd.rundir import file_hash, write_json
 from verl_opsd.tokens import EpisodeStore
 
 
 def failed(corpus: Path, run: Path, target, sources: bool = True) -> dict[str, str]:
-    stores = {"run": EpisodeStore(run / "episodes")} if sources else None
-    found = check(corpus, rendering(), target, stores)
+    known = {"run": Source("run", EpisodeStore(run / "episodes"), CONTRACT, str(run))} if sources else None
+    found = check(corpus, rendering(), target, known)
     assert [v.gate for v in found] == list(VERSIONS)
     return {v.gate: v.detail for v in found if v.verdict == "fail"}
 
