@@ -116,7 +116,7 @@ def named_contract(name: str, fields: list[str]) -> EvalContract:
     """A contract group of the configuration, with fields set.
 
     Raises:
-        OpsdError: an unknown group or field.
+        OpsdError: an unknown group or field, or a value that nothing would follow.
     """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
@@ -124,6 +124,7 @@ def named_contract(name: str, fields: list[str]) -> EvalContract:
     from omegaconf.errors import OmegaConfBaseException
 
     from verl_opsd.config import build_section
+    from verl_opsd.config.contradictions import check_given
     from verl_opsd.paths import conf_dir
 
     try:
@@ -135,6 +136,7 @@ def named_contract(name: str, fields: list[str]) -> EvalContract:
         ) from e
     values = OmegaConf.to_container(config.opsd.contract, resolve=True)
     contract: EvalContract = build_section(EvalContract, values, "opsd.contract")
+    check_given(contract)
     return contract
 
 

@@ -12,7 +12,7 @@ from verl_opsd.config.loss import LossConfig
 from verl_opsd.config.loss_contradictions import check_loss
 from verl_opsd.config.sections import ActorBriefConfig, EvaluationConfig
 from verl_opsd.config.teacher import teacher_contradictions
-from verl_opsd.contract import FOUND, SCHEMA
+from verl_opsd.contract import FOUND, SCHEMA, EvalContract
 
 if TYPE_CHECKING:
     from verl_opsd.config.opsd import OpsdConfig
@@ -160,16 +160,25 @@ def _check_numbers(c: OpsdConfig) -> None:
             )
 
 
-def _check_contract(c: OpsdConfig) -> None:
-    found = {name: getattr(c.contract, name) for name in FOUND if getattr(c.contract, name)}
+def check_given(contract: EvalContract) -> None:
+    """Of a contract that a user gives, before what is found out at the start is filled in.
+
+    Raises:
+        OpsdError: a field has a value that nothing here would follow.
+    """
+    found = {name: getattr(contract, name) for name in FOUND if getattr(contract, name)}
     fixed = {"grader": "merged-tree", "reasoning_parser": "think_tags", "cost_limit": 0.0, "schema": SCHEMA}
-    other = {name: getattr(c.contract, name) for name, value in fixed.items() if getattr(c.contract, name) != value}
+    other = {name: getattr(contract, name) for name, value in fixed.items() if getattr(contract, name) != value}
     if found or other:
         refuse(
             "".join(f"opsd.contract.{k}={v} " for k, v in {**other, **found}.items()).rstrip(),
             f"{', '.join(f'{k} is {v}' for k, v in fixed.items())}; {', '.join(FOUND)} are found out at the start",
             "leave these fields out",
         )
+
+
+def _check_contract(c: OpsdConfig) -> None:
+    check_given(c.contract)
     if c.varies is not None and (c.varies not in c.contract.as_dict() or c.varies == "schema"):
         refuse(
             f"opsd.varies={c.varies}",

@@ -145,4 +145,6 @@ def test_what_would_measure_the_server_is_refused_before_a_pair(arguments, serve
     for key, value in (("tool_parser", "other"), ("context_length", 8), ("max_num_seqs", 1), ("unheard_of", 1)):
         (tmp / "bad.yaml").write_text(yaml.safe_dump(MANIFEST | {key: value}))
         assert main([*command, "--manifest", str(tmp / "bad.yaml")]) == 2 and key in capsys.readouterr().err
-    assert main([*command, "--set", "no_field=1"]) == 2 and not (tmp / "run").exists()
+    for field in ("cost_limit=3.0", "grader=other", "harness=mine", "no_field=1"):
+        assert main([*command, "--set", field]) == 2 and field.split("=")[0] in capsys.readouterr().err
+    assert not (tmp / "run").exists()
