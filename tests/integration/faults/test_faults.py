@@ -174,7 +174,7 @@ def test_kill_9_of_the_engine_and_resume(job: Callable[..., Job]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["AgentLoopWorker", "TransferQueueStorageUnit", "TransferQueueController"])
+@pytest.mark.parametrize("which", ["AgentLoopWorker", "SimpleStorageUnit", "TransferQueueController"])
 def test_kill_9_of_the_worker_or_of_the_store_and_resume(job: Callable[..., Job], which: str):
     """The process that plays, or one that holds a round's rows, is ended in round 2, when one of its two episodes has ended."""
     slow = {"agent1": [SLOW, LOOK], "agent2": [LOOK, LOOK]}
