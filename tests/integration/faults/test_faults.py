@@ -203,7 +203,8 @@ def test_kill_9_of_the_worker_or_of_the_store_and_resume(job: Callable[..., Job]
     assert second.process.returncode == 0, second.text()[-5000:]
     assert second.episodes() == scored | {"eval-00002-00000-0": "scored"}
     report = json.loads((second.run / "report.json").read_text())
-    assert report["train"]["episodes"] == {"ran": 4, "scored": 4, "outcomes": {"scored": 4}}
+    train = report["standings"]["train"]
+    assert (train["ran"], train["scored"], train["void"]) == (4, 4, {})
     moved = second.run / "interrupted" / "0" / "episodes"
     assert [p.name for p in moved.iterdir()] == ["train-00002-00001-0"]
     second.require_clean()
@@ -221,10 +222,9 @@ def test_a_fault_that_repeats_identically_is_quarantined(job: Callable[..., Job]
     assert run.process.returncode == 0, run.text()[-5000:]
     of_pair = [o for e, o in sorted(run.episodes().items()) if e.startswith("train") and e.endswith("-00000-0")]
     assert of_pair == ["infra:tripwire:gh_missing"] * 2 + ["infra:quarantined"]
-    outcomes = {"scored": 3, "infra:tripwire:gh_missing": 2, "infra:quarantined": 1}
-    report = json.loads((run.run / "report.json").read_text())
-    assert report["train"]["episodes"] == {"ran": 6, "scored": 3, "outcomes": outcomes}
-    assert re.search(r"train episodes +3 scored of 6 +.*'infra:quarantined': 1", run.text()), run.text()[-5000:]
+    train = json.loads((run.run / "report.json").read_text())["standings"]["train"]
+    assert (train["ran"], train["scored"], train["void"]) == (6, 3, {"quarantined": 1, "tripwire:gh_missing": 2})
+    assert "3 scored of 6, void: 1 quarantined, 2 tripwire:gh" in run.text(), run.text()[-5000:]
     assert "quarantined" in (run.run / "report.html").read_text()
     first, second = [json.loads(line) for line in (run.run / "quarantine.jsonl").read_text().splitlines()]
     assert first == second and first["pair"] == FIRST and "gh_missing" in first["fault"]
