@@ -24,7 +24,7 @@ class Mark:
 
     Attributes:
         field, value: what it holds for: ``version=3`` (the policy's), ``version=cooperbench==0.0.29`` (a package's),
-            ``contract=HASH`` (or its first 8 and more digits), ``brief=NAME``.
+            ``contract=HASH`` (or its first 8 and more digits), ``brief=NAME`` (that the teacher or the actors read).
         reason: why. time: seconds since the epoch.
         corpus: the run directory whose log holds it, where that is the one that this run was trained on; "" for its own.
     """
@@ -105,14 +105,21 @@ def _marks(run: Path, seen: set[Path]) -> list[Mark]:
 
 
 def runs_below(folders: Iterable[Path]) -> list[Path]:
-    """The run directories among ``folders`` and below them: those that hold a log.
+    """The run directories among ``folders`` and below them: those that hold a log and say what ran.
+
+    Copies of logs hold nothing else and are left as they are: with a line of its own a copy would no longer be the log's beginning.
 
     Raises:
         OpsdError: there is none.
     """
-    found = sorted({p.parent for folder in folders for p in (folder / LOG, *folder.rglob(LOG)) if p.is_file()})
+    logs = {p.parent for folder in folders for p in (folder / LOG, *folder.rglob(LOG)) if p.is_file()}
+    found = sorted(run for run in logs if (run / "meta.json").is_file() or (run / "contract.json").is_file())
     if not found:
-        raise OpsdError(f"no {LOG} in {', '.join(map(str, folders))}", "a run directory holds its log", "name run directories")
+        raise OpsdError(
+            f"no run in {', '.join(map(str, folders))}",
+            f"a run directory holds {LOG}, and meta.json or contract.json; a copy of a log does not",
+            "name run directories",
+        )
     return found
 
 
@@ -124,8 +131,8 @@ def _meta(run: Path) -> Mapping[str, Any]:
 def _meant(run: Path, field: str, value: str) -> bool:
     meta = _meta(run)
     if field == "brief":
-        name = str(meta.get("opsd", {}).get("brief", {}).get("name"))
-        return value == name or value in name.split("+")
+        read = (meta.get("opsd", {}).get(who, {}).get("name") for who in ("brief", "actor_brief"))
+        return any(value == name or value in name.split("+") for name in map(str, read))
     if field == "contract":
         return (run / "contract.json").is_file() and RunDir(run).contract().hash.startswith(value)
     if "==" in value:

@@ -180,6 +180,24 @@ def test_marks_reach_what_depends(run, tmp_path, where, version):
     assert above.corpus == str(run.path) and above.covers(0) and above.covers(7)
 
 
+def test_a_brief_of_the_actors_is_meant_too(run, tmp_path):
+    other = tmp_path / "runs" / "actors"
+    write_json(other / "meta.json", {"opsd": {"brief": {"name": "none"}, "actor_brief": {"name": "shared_backlog"}}})
+    RunDir(other).evidence("g", 1, 1, True)
+    assert main(["evidence", "invalidate", str(tmp_path), "--where", "brief=shared_backlog", "--reason", "x"]) == 0
+    assert len(marks(other)) == 1 and marks(run.path) == []
+
+
+def test_copies_of_a_log_are_not_marked(run, tmp_path, capsys):
+    """A mark in a copy would make the log look rewritten."""
+    assert main(["evidence", "copy", str(run.path), str(tmp_path / "runs" / "copy")]) == 0
+    assert main(["evidence", "invalidate", str(tmp_path / "runs"), "--where", "version=3", "--reason", "x"]) == 0
+    assert "1 of 1 runs" in capsys.readouterr().out
+    assert main(["evidence", "verify", str(run.path), "--against", str(tmp_path / "runs" / "copy")]) == 0
+    assert main(["evidence", "invalidate", str(tmp_path / "runs" / "copy"), "--where", "version=3", "--reason", "x"]) == 2
+    assert "a copy of a log does not" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("where", ["version=4", "version=verl==0.9.0", f"contract={'0' * 8}", "brief=peer", "brief=gold_patch"])
 def test_nothing_else_is_marked(run, where):
     assert main(["evidence", "invalidate", str(run.path), "--where", where, "--reason", "x"]) == 1
