@@ -36,7 +36,9 @@ def behaviour(args: argparse.Namespace, console: Console | None = None) -> int:
     console = console or Console()
     models = load_models(args.runs, args.split)
     found = measured(models, base=args.base, teacher=args.teacher)
-    invalidated = {r.model: r.invalidated for r in model_standings(args.runs, models)}
+    rows = model_standings(args.runs, models, args.split)
+    invalidated = {r.model: r.invalidated for r in rows}
+    doubts = {r.model: r.doubts for r in rows}
 
     def shown(v: BehaviourValue, unit: str) -> str:
         if v.value is None:
@@ -54,12 +56,12 @@ def behaviour(args: argparse.Namespace, console: Console | None = None) -> int:
             highlight=False,
             soft_wrap=True,
         )
-        for said in invalidated[name]:
+        for said in (*invalidated[name], *doubts[name]):
             console.print(f"{name}: {said}", highlight=False, soft_wrap=True)
     heads = [Column(Text(name, "strike" if invalidated[name] else "")) for name in found.models]
-    for group, rows in itertools.groupby(found.metrics, key=lambda m: m.group):
+    for group, metrics in itertools.groupby(found.metrics, key=lambda m: m.group):
         table = Table(group, "reference", *heads, "note")
-        for m in rows:
+        for m in metrics:
             notes = ["constant"] * m.constant + [f"{name} {way}" for name, way in m.drift.items()]
             cells = [shown(m.values[name], m.unit) for name in found.models]
             title = f"{m.title}\n  {m.definition}" if args.definitions else m.title
@@ -72,5 +74,5 @@ def behaviour(args: argparse.Namespace, console: Console | None = None) -> int:
         strata.add_row(label, s.model, str(s.pairs), *(f"{r.passed}/{r.total}" for r in (s.conflicts, s.features)))
     console.print(strata)
     if args.json is not None:
-        write_json(args.json, dataclasses.asdict(found) | {"invalidated": invalidated})
+        write_json(args.json, dataclasses.asdict(found) | {"invalidated": invalidated, "doubts": doubts})
     return 0

@@ -108,7 +108,7 @@ def evaluate(args: argparse.Namespace, console: Console | None = None) -> int:
             workers=contract.concurrency,
         )
     console.print(running(episodes, len(pairs) * args.seeds), soft_wrap=True, highlight=False)
-    console.print(table([standing(args.model, episodes, model_info(run.path, episodes))]))
+    console.print(table([standing(args.model, episodes, model_info(run.path, episodes, "eval"))]))
     return int(any(not e.scored for e in episodes))
 
 

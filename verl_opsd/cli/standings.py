@@ -42,7 +42,7 @@ def standings(args: argparse.Namespace, console: Console | None = None) -> int:
     console = console or Console()
     code = _grade_alone(args, console) if args.grade_alone else 0
     models = load_models(args.runs, args.split)
-    rows = model_standings(args.runs, models)
+    rows = model_standings(args.runs, models, args.split)
     console.print(table(rows))
     for row in rows:
         for said in (*row.stamps, *row.differences):
@@ -77,6 +77,7 @@ def table(rows: Sequence[Standing]) -> Table:
         )
 
     add("invalidated", *("\n".join(r.invalidated) for r in rows))
+    add("evidence", *("\n".join(r.doubts) for r in rows))
     add("planned, ran, scored", *(f"{'-' if r.planned is None else r.planned}, {r.ran}, {r.scored}" for r in rows))
     add("void (infrastructure)", *(", ".join(f"{n} {k.replace('_', ' ')}" for k, n in r.void.items()) or "0" for r in rows))
     for title, attribute in (

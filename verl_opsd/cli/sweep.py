@@ -42,7 +42,7 @@ def sweep(args: argparse.Namespace, console: Console | None = None) -> int:
         table.add_row(str(job.number), *(job.swept[k] for k in keys), *cells, style="strike" if s and s.invalidated else None)
     console.print(table)
     for job in found.jobs:
-        for said in job.standing.invalidated if job.standing else ():
+        for said in (*job.standing.invalidated, *job.standing.doubts) if job.standing else ():
             console.print(f"job {job.number}: {said}", soft_wrap=True, highlight=False)
     console.print(
         f"contract: {'one for all jobs' if found.varies is None else f'{found.varies} varies, as declared'}", highlight=False

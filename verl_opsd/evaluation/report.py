@@ -21,9 +21,11 @@ from rich.table import Table
 from verl_opsd.config import LossConfig, OpsdConfig
 from verl_opsd.distill.telemetry import DEPTHS, TURN_POSITIONS, TURNS, Ledger, Telemetry, bucket, parts
 from verl_opsd.errors import OpsdError
+from verl_opsd.evaluation.shapes import Standing
 from verl_opsd.evaluation.spent import spent, spent_rows
 from verl_opsd.evaluation.standings import model_info, rows_of_run, standing
 from verl_opsd.evidence.chain import lines
+from verl_opsd.evidence.graded import check_episodes
 from verl_opsd.evidence.predictions import JUDGED
 from verl_opsd.metering import device_rows, devices_of, tokens_a_second
 from verl_opsd.rundir import RunDir
@@ -182,7 +184,8 @@ def build_report(run: RunDir, opsd: OpsdConfig, episodes: Sequence[Episode]) -> 
     branches = [
         t for e in episodes for a in ("agent1", "agent2") for t in build_trajectories([r for r in e.turns if r.agent_id == a])
     ]
-    gates = [x for x in lines(run.path) if not x["gate"].startswith(JUDGED)]
+    log = lines(run.path)
+    gates = [x for x in log if not x["gate"].startswith(JUDGED)]
     return {
         "recipe": opsd.recipe,
         "scale": opsd.scale,
@@ -190,9 +193,7 @@ def build_report(run: RunDir, opsd: OpsdConfig, episodes: Sequence[Episode]) -> 
         "teacher": opsd.teacher.kind,
         "loss_spec": {"divergence": opsd.loss.divergence, "anchor": opsd.loss.anchor, "reduction": opsd.loss.reduction},
         "contract": contract.hash,
-        "standings": {
-            key: dataclasses.asdict(standing(key, own, model_info(run.path, own))) for key, _, own in rows_of_run(episodes)
-        },
+        "standings": {k: dataclasses.asdict(s) for k, s in _standings(run, log, episodes).items()},
         "distillation": telemetry(run.path / "telemetry", opsd.loss.epochs),
         "ledger": ledger_or_cause(run, opsd, episodes),
         "loss_by_round": [s["outputs"]["loss"] for s in trained],
@@ -214,6 +215,12 @@ def build_report(run: RunDir, opsd: OpsdConfig, episodes: Sequence[Episode]) -> 
     }
 
 
+def _standings(run: RunDir, log: Sequence[Mapping[str, Any]], episodes: Sequence[Episode]) -> dict[str, Standing]:
+    checked = log, check_episodes(run.path, log)
+    rows = rows_of_run(episodes, log)
+    return {k: standing(k, own, model_info(run.path, own, k.partition("@")[0], v, checked)) for k, v, own in rows}
+
+
 #: Lines that the terminal shows of where two verdicts differ; the others are in ``report.json``.
 _SHOWN_DIFFERENCES = 5
 
@@ -229,6 +236,8 @@ def standing_rows(s: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             return "none scored"
         return f"{x['passed']} of {x['total']}  (95% {x['low']:.0%} to {x['high']:.0%})"
 
+    for said in (*s["invalidated"], *s["doubts"]):
+        yield "evidence", said
     yield "episodes", f"{s['scored']} scored of {s['ran']}" + (f", void: {counts(s['void'])}" if s["void"] else "")
     yield "merges", counts(s["merges"]) or "none scored"
     yield "features passed", shown(s["features"])

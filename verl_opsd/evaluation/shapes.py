@@ -98,7 +98,8 @@ class Standing:
         differences: where the two verdicts differ, a line a feature.
         stamps: reasons why these are not scores of the benchmark that the tasks are named after.
         episodes: ids of all episodes that ran, sorted.
-        invalidated: invalidations that reach the row, in words.
+        invalidated: invalidations that reach the row, in words. doubts: whether its raw logs are gone, changed, or unknown to the
+            evidence, in words.
     """
 
     model: str
@@ -135,6 +136,7 @@ class Standing:
     stamps: tuple[str, ...] = ()
     episodes: tuple[str, ...] = ()
     invalidated: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

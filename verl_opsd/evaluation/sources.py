@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,9 @@ from verl_opsd.evaluation.compare import compare
 from verl_opsd.evaluation.design import Rerun, noise_floor
 from verl_opsd.evaluation.memory import uncollected
 from verl_opsd.evaluation.shapes import Comparison, Standing
-from verl_opsd.evaluation.standings import by_version, model_info, outcomes, standing
+from verl_opsd.evaluation.standings import ModelInfo, by_version, model_info, outcomes, standing
+from verl_opsd.evidence.chain import lines
+from verl_opsd.evidence.graded import graded_versions
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.records import Episode
 from verl_opsd.tokens.store import EpisodeStore
@@ -35,7 +38,7 @@ def load_models(specs: Sequence[str], split: str = "eval") -> dict[str, list[Epi
     Args:
         specs: ``NAME=PATH`` or ``PATH`` of a run directory or of a folder of the harness' logs.
         split: of run directories: ``train`` or ``eval``. Episodes of several policy versions are models of their own,
-            ``NAME@VERSION``.
+            ``NAME@VERSION``; one whose episodes are all gone has none.
 
     Raises:
         OpsdError: a folder that holds neither, or nothing of the split.
@@ -43,8 +46,11 @@ def load_models(specs: Sequence[str], split: str = "eval") -> dict[str, list[Epi
     models: dict[str, list[Episode]] = {}
     for spec in specs:
         name, folder = split_name(spec)
+        graded = graded_versions(lines(folder), split)
         if RunDir(folder).episodes.is_dir():
             found = [e for e in EpisodeStore(RunDir(folder).episodes).episodes() if e.split == split]
+        elif graded:
+            found = []
         elif folder.is_dir() and is_log_tree(folder):
             found = list(read_log_tree(folder))
         else:
@@ -53,27 +59,39 @@ def load_models(specs: Sequence[str], split: str = "eval") -> dict[str, list[Epi
                 "a run directory has a folder `episodes`, a folder of the harness' logs has a `result.json` for each pair",
                 "name one of the two",
             )
-        if not found:
+        versions = by_version(found, graded)
+        if not versions:
             raise OpsdError(f"{folder} holds no {split} episodes", "a model in a table has some", "choose another --split")
-        versions = by_version(found)
         for version, own in versions.items():
             models.setdefault(f"{name}@{version}" if len(versions) > 1 else name, []).extend(own)
     return models
 
 
-def model_standings(specs: Sequence[str], models: Mapping[str, Sequence[Episode]]) -> list[Standing]:
+def model_standings(specs: Sequence[str], models: Mapping[str, Sequence[Episode]], split: str = "eval") -> list[Standing]:
     """A row a model of :func:`load_models`; what its run directories say of it (size, serving, plan, patches alone) is taken along."""
     rows = []
     for name, episodes in models.items():
-        infos = [model_info(folder, episodes) for own, folder in map(split_name, specs) if own in (name, name.split("@")[0])]
+        infos = []
+        for own, folder in map(split_name, specs):
+            if found := re.fullmatch(rf"{re.escape(own)}(?:@(-?\d+))?", name):
+                infos.append(_info(folder, episodes, split, None if found[1] is None else int(found[1])))
         info = infos[0]
         if len(infos) > 1:  # several runs of one model
             planned = [i.planned for i in infos if i.planned is not None]
             alone = {k: v for i in infos for k, v in i.alone.items()}
-            said = tuple(dict.fromkeys(x for i in infos for x in i.invalidated))
-            info = replace(info, planned=sum(planned) if len(planned) == len(infos) else None, alone=alone, invalidated=said)
+            said, unsure = (tuple(dict.fromkeys(x for i in infos for x in getattr(i, k))) for k in ("invalidated", "doubts"))
+            whole = sum(planned) if len(planned) == len(infos) else None
+            info = replace(info, planned=whole, alone=alone, invalidated=said, doubts=unsure)
         rows.append(standing(name, episodes, info))
     return rows
+
+
+def _info(folder: Path, episodes: Sequence[Episode], split: str, version: int | None) -> ModelInfo:
+    """What a run directory says of those of a model's episodes that it holds; of a folder of the harness' logs nothing is known."""
+    store = RunDir(folder).episodes
+    held = set(EpisodeStore(store).ids()) if store.is_dir() else set()
+    mine = [e for e in episodes if e.episode_id in held]
+    return model_info(folder, mine, split, version)
 
 
 def require_one_contract(specs: Sequence[str], varies: str | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.alone import Alone, read_alone, who_did_it
@@ -15,6 +16,8 @@ from verl_opsd.evaluation.compare import Outcomes
 from verl_opsd.evaluation.outcomes import causes, is_empty, merge_of, patch_bytes
 from verl_opsd.evaluation.shapes import CAUSES, MERGES, WORK, Cell, Rate, Standing
 from verl_opsd.evaluation.statistics import rate
+from verl_opsd.evidence.chain import lines
+from verl_opsd.evidence.graded import State, check_episodes, doubts, graded_versions
 from verl_opsd.evidence.invalidation import reach
 from verl_opsd.tokens.records import AgentOutcome, Episode
 
@@ -35,11 +38,26 @@ class ModelInfo:
     prices: tuple[float, float] | None = None
     alone: Mapping[str, Alone] = field(default_factory=dict)
     invalidated: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
 
 
-def model_info(run: Path, episodes: Sequence[Episode]) -> ModelInfo:
+#: The lines of a run's log, and the state of each episode (``evidence.graded.check_episodes``).
+Checked = tuple[Sequence[Mapping[str, Any]], Mapping[str, tuple[State, str]]]
+
+
+def model_info(
+    run: Path, episodes: Sequence[Episode], split: str, version: int | None = None, checked: Checked | None = None
+) -> ModelInfo:
     """What a run directory says of its model; the default where it says nothing (``evaluation.json``, ``meta.json``,
-    ``contract.json``, ``alone/``)."""
+    ``contract.json``, ``alone/``), and what its evidence says of the episodes.
+
+    Args:
+        split, version: that the episodes are all of; ``version=None``: of every version.
+        checked: where the caller has it at hand.
+    """
+    if checked is None:
+        log = lines(run)
+        checked = log, check_episodes(run, log)
     contract = run / "contract.json"
     meta, said = ({} if not p.is_file() else json.loads(p.read_text()) for p in (run / "meta.json", run / "evaluation.json"))
     said = meta.get("model_size", {}) | said
@@ -50,7 +68,8 @@ def model_info(run: Path, episodes: Sequence[Episode]) -> ModelInfo:
         serving = {k: str(values[k]) for k in keys if k in values}
     alone = {e.episode_id: found for e in episodes if (found := read_alone(run, e.episode_id)) is not None}
     return ModelInfo(
-        invalidated=reach(run, {e.model_version for e in episodes}),
+        invalidated=reach(run, {e.model_version for e in episodes} | ({version} if version is not None else set())),
+        doubts=doubts(*checked, [e.episode_id for e in episodes], split, version),
         parameters=said.get("parameters"),
         active_parameters=said.get("active_parameters"),
         serving=serving or dict(UNVERIFIED),
@@ -60,24 +79,31 @@ def model_info(run: Path, episodes: Sequence[Episode]) -> ModelInfo:
     )
 
 
-def by_version(episodes: Iterable[Episode]) -> dict[int, list[Episode]]:
-    """Policy version -> its episodes; what a fault ended before its first turn knows none and counts to the last version."""
+def by_version(episodes: Iterable[Episode], graded: Iterable[int] = ()) -> dict[int, list[Episode]]:
+    """Policy version -> its episodes; what a fault ended before its first turn knows none and counts to the last version.
+
+    Args:
+        graded: versions that were scored, whether their episodes are still there or not.
+    """
     episodes = list(episodes)
-    versions = sorted({e.model_version for e in episodes if e.scored} or {e.model_version for e in episodes})
+    versions = sorted({e.model_version for e in episodes if e.scored} | set(graded) or {e.model_version for e in episodes})
     out: dict[int, list[Episode]] = {v: [] for v in versions}
     for e in episodes:
         out[e.model_version if e.model_version in out else versions[-1]].append(e)
     return out
 
 
-def rows_of_run(episodes: Sequence[Episode]) -> list[tuple[str, int | None, list[Episode]]]:
+def rows_of_run(episodes: Sequence[Episode], log: Sequence[Mapping[str, Any]]) -> list[tuple[str, int | None, list[Episode]]]:
     """What the tables of one run are about: key, policy version, episodes.
 
     ``train``: the training episodes, of all versions (None). ``eval``: the last version that was evaluated; ``eval@N``: version N.
+    A version that ``log`` knows scored episodes of has a row without episodes once all of them are gone.
     """
     train = [e for e in episodes if e.split == "train"]
-    versions = by_version(e for e in episodes if e.split == "eval")
-    rows: list[tuple[str, int | None, list[Episode]]] = [("train", None, train)] if train else []
+    versions = by_version((e for e in episodes if e.split == "eval"), graded_versions(log, "eval"))
+    rows: list[tuple[str, int | None, list[Episode]]] = (
+        [("train", None, train)] if train or graded_versions(log, "train") else []
+    )
     return rows + [("eval" if v == max(versions) else f"eval@{v}", v, own) for v, own in versions.items()]
 
 
@@ -158,6 +184,7 @@ def standing(model: str, episodes: Iterable[Episode], info: ModelInfo | None = N
         stamps=tuple(sorted({e.near_benchmark for e in episodes if e.near_benchmark})),
         episodes=ids,
         invalidated=info.invalidated,
+        doubts=info.doubts,
     )
 
 

@@ -16,7 +16,8 @@ from jinja2 import Environment, StrictUndefined
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.page.plots import interval
 from verl_opsd.evaluation.shapes import Standing
-from verl_opsd.evaluation.standings import by_version, model_info, standing
+from verl_opsd.evaluation.standings import model_info, rows_of_run, standing
+from verl_opsd.evidence.chain import lines
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.store import EpisodeStore
 
@@ -86,14 +87,13 @@ def _declared(runs: Sequence[RunDir]) -> str | None:
 
 
 def _standing(run: RunDir, overrides: dict[str, str], swept: Sequence[str]) -> Standing | None:
-    if not run.episodes.is_dir():
+    episodes = list(EpisodeStore(run.episodes).episodes()) if run.episodes.is_dir() else []
+    rows = [row for row in rows_of_run(episodes, lines(run.path)) if row[0] == "eval"]
+    if not rows:
         return None
-    episodes = [e for e in EpisodeStore(run.episodes).episodes() if e.split == "eval"]
-    if not episodes:
-        return None
-    _, kept = max(by_version(episodes).items())
+    ((_, version, kept),) = rows
     name = " ".join(f"{k}={overrides.get(k, '')}" for k in swept) or run.path.name
-    return standing(name, kept, model_info(run.path, kept))
+    return standing(name, kept, model_info(run.path, kept, "eval", version))
 
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>sweep</title><style>
@@ -104,7 +104,7 @@ td,th{padding:.3rem .7rem;text-align:left;border-bottom:1px solid #d8d9dc}.axis{
 <h1>Sweep</h1><p>{{ sweep.path }}; contract: {{ "one" if sweep.varies is none else sweep.varies ~ " varies" }}. Rates with 95% intervals.</p>
 <table><tr><th>job</th>{% for k in keys %}<th>{{ k }}</th>{% endfor %}<th>scored</th><th>void</th><th colspan="2">features</th>
 <th colspan="2">pairs</th><th>submitted</th><th>steps</th><th>minutes a pair</th></tr>
-{% for j in sweep.jobs %}<tr{% if j.standing and j.standing.invalidated %} class="invalid"{% endif %}><td>{{ j.number }}{% if j.standing %}{% for x in j.standing.invalidated %}<br><small>{{ x }}</small>{% endfor %}{% endif %}</td>{% for k in keys %}<td>{{ j.swept[k] }}</td>{% endfor %}
+{% for j in sweep.jobs %}<tr{% if j.standing and j.standing.invalidated %} class="invalid"{% endif %}><td>{{ j.number }}{% if j.standing %}{% for x in j.standing.invalidated + j.standing.doubts %}<br><small>{{ x }}</small>{% endfor %}{% endif %}</td>{% for k in keys %}<td>{{ j.swept[k] }}</td>{% endfor %}
 {% if j.standing is none %}<td colspan="9">not evaluated</td>{% else %}{% set s = j.standing %}
 <td>{{ s.scored }} of {{ s.ran }}</td><td>{{ s.void.values() | sum }}</td>
 {% for r in (s.features, s.pairs) %}<td>{{ r.passed }}/{{ r.total }}</td><td>{{ plot(r.value, r.low, r.high, r.passed ~ " of " ~ r.total) }}</td>{% endfor %}

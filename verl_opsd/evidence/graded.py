@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import urllib.parse
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +45,40 @@ def check_episodes(run: Path, log: Iterable[Mapping[str, Any]]) -> dict[str, tup
     for episode_id in folders.keys() - known.keys():
         states[episode_id] = ("unrecorded", "the log does not know it: added by hand, or its writer was killed")
     return states
+
+
+def graded_versions(log: Iterable[Mapping[str, Any]], split: str) -> set[int]:
+    """The policy versions of which the log has scored episodes of a split."""
+    of_split = (x for x in log if x["gate"] == EPISODE and x["detail"] == "scored" and x["value"]["episode"].startswith(split))
+    return {int(x["value"]["version"]) for x in of_split}
+
+
+def gone(
+    log: Iterable[Mapping[str, Any]], states: Mapping[str, tuple[State, str]], split: str, version: int | None
+) -> list[str]:
+    """Episodes of a split (and of a policy version) that were graded and whose files are no longer there."""
+    graded = (x["value"] for x in log if x["gate"] == EPISODE)
+    of_row = {v["episode"] for v in graded if version in (None, v["version"]) and v["episode"].startswith(split)}
+    return sorted(e for e in of_row if states[e][0] == "gone")
+
+
+def doubts(
+    log: Sequence[Mapping[str, Any]],
+    states: Mapping[str, tuple[State, str]],
+    episodes: Sequence[str],
+    split: str,
+    version: int | None,
+) -> tuple[str, ...]:
+    """What is to be said of a row over ``episodes``, those of a split (and of a policy version) that are there: whether its raw logs are
+    gone, changed, or unknown to the evidence."""
+    lost = gone(log, states, split, version)
+    found = [f"unverifiable: {len(lost)} graded episodes are gone, and in no number here"] if lost else []
+    counts = Counter(states.get(e, ("unrecorded", ""))[0] for e in episodes)
+    if n := counts["altered"]:
+        found.append(f"altered: the files of {n} of {len(episodes)} episodes are not as graded")
+    if n := counts["unrecorded"]:
+        found.append(f"unverifiable: the evidence does not know {n} of {len(episodes)} episodes")
+    return tuple(found)
 
 
 def require_untouched(run: Path, what: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import re
+import shutil
 
 import pyarrow.parquet as pq
 import pytest
@@ -115,3 +117,36 @@ def test_the_page_and_the_numbers_say_the_same(run, said):
         for attribute, metric in (("features", "features_passed"), ("pairs", "pairs_passed"), ("pairs_any", "pairs_any")):
             n, r = numbers[f"{key}.{metric}"], row[attribute]
             assert (n["value"], n["n"]) == (pytest.approx(r["passed"] / r["total"]), r["total"])
+
+
+def test_raw_logs_that_are_gone_are_said_everywhere(run, tmp_path, capsys):
+    """One episode of the last version is gone and another was changed; of the first version nothing is left, and its row stays."""
+    shutil.copytree(run.path, tmp_path / "a")
+    mine = RunDir(tmp_path / "a")
+    for folder in mine.episodes.glob("eval-00000-*"):
+        shutil.rmtree(folder)
+    shutil.rmtree(mine.episodes / "eval-00003-00001-0")
+    shutil.copy(mine.episodes / "eval-00003-00003-0" / "turns.parquet", mine.episodes / "eval-00003-00002-0" / "turns.parquet")
+    first = "unverifiable: 8 graded episodes are gone, and in no number here"
+    last = [
+        "unverifiable: 1 graded episodes are gone, and in no number here",
+        "altered: the files of 1 of 9 episodes are not as graded",
+    ]
+    write_report(mine, read_meta(mine)[1])
+    said = json.loads(mine.report.read_text())["standings"]
+    assert (said["eval@0"]["ran"], said["eval@0"]["features"]["total"], said["eval@0"]["doubts"]) == (0, 0, [first])
+    assert said["eval"]["doubts"] == last and said["train"]["doubts"] == []
+    page = html.unescape((mine.path / "report.html").read_text())
+    assert first in page and all(x in page for x in last)
+    capsys.readouterr()
+    assert main(["report", str(mine.path)]) == 0
+    ended = capsys.readouterr().out
+    assert main(["standings", str(mine.path), "--json", str(tmp_path / "s.json")]) == 0
+    assert main(["behaviour", str(mine.path)]) == 0
+    assert f"a@0: {first}" in capsys.readouterr().out
+    rows = {r["model"]: r["doubts"] for r in json.loads((tmp_path / "s.json").read_text())["standings"]}
+    assert rows == {"a@0": [first], "a@3": last} and ended.count("unverifiable: ") == 2
+    shutil.rmtree(mine.episodes)
+    assert main(["standings", str(mine.path), "--json", str(tmp_path / "s.json")]) == 0
+    rows = {r["model"]: r["doubts"] for r in json.loads((tmp_path / "s.json").read_text())["standings"]}
+    assert rows["a@0"] == [first] and rows["a@3"][0].startswith("unverifiable: ")

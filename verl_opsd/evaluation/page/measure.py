@@ -43,7 +43,7 @@ def models_of(runs: Sequence[RunData]) -> list[Model]:
     evaluated version of each (its training episodes where none was)."""
     out: list[Model] = []
     for r in runs:
-        rows = rows_of_run(r.episodes)
+        rows = rows_of_run(r.episodes, r.log)
         if len(runs) > 1:
             last = next((row for row in reversed(rows) if row[1] is not None), None)
             chosen = [(f"{r.name}:eval", r.name, *last[1:])] if last else []
@@ -90,7 +90,8 @@ def measure(runs: Sequence[RunData], teacher: str | None = None, reruns: Sequenc
     taught = next((m.key for m in models if m.run.name == teacher), None)
     table = behaviour_table({m.key: m.episodes for m in models}, base=base, teacher=taught) if models else None
     numbers = {r.name: numbers_of(r, models, table) for r in runs}
-    found = [standing(m.label, m.episodes, model_info(m.run.run.path, m.episodes)) for m in models]
+    infos = (model_info(m.run.run.path, m.episodes, m.split, m.version, (m.run.log, m.run.states)) for m in models)
+    found = [standing(m.label, m.episodes, info) for m, info in zip(models, infos, strict=True)]
     return Page(
         runs=runs,
         models=models,

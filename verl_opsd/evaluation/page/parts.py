@@ -10,7 +10,7 @@ from typing import Any
 from verl_opsd.evaluation.page.gather import RunData
 from verl_opsd.evaluation.page.plots import interval, number
 from verl_opsd.evaluation.shapes import BehaviourValue, Rate
-from verl_opsd.evidence.graded import EPISODE
+from verl_opsd.evidence.graded import doubts
 from verl_opsd.tokens.records import Episode
 
 Part = dict[str, Any]
@@ -129,26 +129,9 @@ def details(summary: str, parts: list[Part]) -> Part:
     return {"kind": "details", "text": summary, "parts": parts}
 
 
-def gone(run: RunData, split: str, version: int | None) -> list[str]:
-    """Episodes of a split (and of a policy version) that were graded and whose files are no longer there."""
-    graded = [x["value"] for x in run.log if x["gate"] == EPISODE]
-    lost = (v["episode"] for v in graded if version is None or v["version"] == version)
-    return [e for e in lost if e.startswith(split) and run.states[e][0] == "gone"]
-
-
 def standing_of(model: Model) -> tuple[str, list[str]]:
     """Kind of a row over a model's episodes (``invalid`` where it was invalidated) and what is to be said under its name."""
-    ids = [e.episode_id for e in model.episodes]
-    found = [m for m in model.run.marks if m.covers(model.version)]
-    notes = list(map(str, found))
-    if lost := gone(model.run, model.split, model.version):
-        notes.append(f"unverifiable: {len(lost)} graded episodes are gone, and in no number here")
-    states: list[str] = [model.run.states.get(e, ("unrecorded", ""))[0] for e in ids]
-    said = {
-        "altered": "altered: the files of {} of {} episodes are not as graded",
-        "unrecorded": "unverifiable: the evidence does not know {} of {} episodes",
-    }
-    for state, words in said.items():
-        if count := states.count(state):
-            notes.append(words.format(count, len(states)))
-    return ("invalid" if found else ""), notes
+    run = model.run
+    found = [m for m in run.marks if m.covers(model.version)]
+    notes = doubts(run.log, run.states, [e.episode_id for e in model.episodes], model.split, model.version)
+    return ("invalid" if found else ""), [*map(str, found), *notes]

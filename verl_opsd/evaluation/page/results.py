@@ -153,6 +153,7 @@ def comparisons(found: Sequence[Comparison], models: Sequence[Model], numbering:
     heads = head(
         "<",
         "<metric",
+        "<verdict",
         "common pairs",
         "baseline",
         "model",
@@ -162,12 +163,12 @@ def comparisons(found: Sequence[Comparison], models: Sequence[Model], numbering:
         "p, corrected",
         ("floor", "difference that re-runs of the same weights explain"),
         ("smallest", "smallest true difference that this design can show"),
-        "<verdict",
     )
     rows = [
         row(
             cell(c.model, tip=c.sentence),
             cell(c.metric),
+            cell(c.verdict, tone={"better": "pass", "worse": "fail"}.get(c.verdict, "muted"), wrap=True),
             cell(c.common, tip=f"{c.dropped} pairs that only one has are left out"),
             cell(percent(c.value_baseline)),
             cell(percent(c.value_model)),
@@ -177,7 +178,6 @@ def comparisons(found: Sequence[Comparison], models: Sequence[Model], numbering:
             cell(f"{c.p_adjusted:.2g}", tip=c.correction),
             cell("-" if c.floor is None else f"{100 * c.floor:.0f}", tip=c.floor_of),
             cell("none" if c.smallest is None else f"{100 * c.smallest:.0f}"),
-            cell(c.verdict, tone={"better": "pass", "worse": "fail"}.get(c.verdict, "muted")),
             kind="invalid" if c.model in marked or c.baseline in marked else "",
         )
         for c in found

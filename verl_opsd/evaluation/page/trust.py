@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_opsd.evaluation.page.gather import RunData
-from verl_opsd.evaluation.page.parts import Linker, Numbering, Part, cell, details, gone, head, heading, row, text
+from verl_opsd.evaluation.page.parts import Linker, Numbering, Part, cell, details, head, heading, row, text
 from verl_opsd.evaluation.page.plots import number
 from verl_opsd.evaluation.spent import spent_rows
 from verl_opsd.evidence.claims import claims
 from verl_opsd.evidence.copies import COPIED, warning
-from verl_opsd.evidence.graded import EPISODE
+from verl_opsd.evidence.graded import EPISODE, gone
 from verl_opsd.evidence.invalidation import INVALIDATED
 from verl_opsd.evidence.predictions import JUDGED, PREDICTED, Judged, Number
 from verl_opsd.metering import device_rows
@@ -151,7 +151,7 @@ def _weakened(r: RunData, keys: Sequence[str], episodes: set[str]) -> list[str]:
         name, _, version = model.partition("@")
         of.add(("eval", int(version) if version else last) if name == "eval" else ("train", None))
     out = [f"its rows are invalidated: {m.reason}" for m in r.marks if any(m.covers(v) for _, v in of)]
-    lost = sum(len(gone(r, *x)) for x in of)
+    lost = sum(len(gone(r.log, r.states, *x)) for x in of)
     out += [f"{lost} episodes that it was measured on are gone"] * bool(lost)
     out += [f"files of {states['altered']} episodes are not as graded"] * bool(states["altered"])
     return out + [f"the evidence does not know {states['unrecorded']} episodes"] * bool(states["unrecorded"])
