@@ -35,6 +35,14 @@ def test_nothing_is_cut(width: int, kind: str) -> None:
     assert [c.replace(" ", "") for c in columns(table, width)] == [c.replace(" ", "") for c in CELLS]
 
 
+def test_a_column_of_two_tables_shows_each_table_s_own_cells() -> None:
+    heads = [rich.table.Column(h) for h in "abcd"]
+    first, second = Table(*heads), Table(*heads)
+    first.add_row(*CELLS)
+    second.add_row(*"wxyz")
+    assert columns(first, 200) == list(CELLS) and columns(second, 200) == list("wxyz")
+
+
 def test_an_id_stands_in_one_line_of_a_terminal() -> None:
     table = Table(rich.table.Column("episode", no_wrap=True), *"bcd")
     table.add_row(*CELLS)

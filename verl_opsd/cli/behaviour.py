@@ -62,7 +62,8 @@ def behaviour(args: argparse.Namespace, console: Console | None = None) -> int:
     for group, metrics in itertools.groupby(found.metrics, key=lambda m: m.group):
         table = Table(group, "reference", *heads, "note")
         for m in metrics:
-            notes = ["constant"] * m.constant + [f"{name} {way}" for name, way in m.drift.items()]
+            known = any(v.value is not None for v in m.values.values())
+            notes = ["constant"] * (m.constant and known) + [f"{name} {way}" for name, way in m.drift.items()]
             cells = [shown(m.values[name], m.unit) for name in found.models]
             title = f"{m.title}\n  {m.definition}" if args.definitions else m.title
             unit = "" if m.unit == "share" else f" ({m.unit})"

@@ -11,7 +11,8 @@ class Table(rich.table.Table):
     """A table that cuts nothing: a word that is wider than its column goes on in the next line. Names are there to be given back."""
 
     def __init__(self, *headers: rich.table.Column | str, **kwargs: Any) -> None:
-        super().__init__(*headers, **kwargs)
+        # a column holds its cells: one that is given to two tables would show the first one's in the second
+        super().__init__(*(h if isinstance(h, str) else h.copy() for h in headers), **kwargs)
         for column in self.columns:
             column.overflow = "fold"
 

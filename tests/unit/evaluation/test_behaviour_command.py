@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+from io import StringIO
 
 import pytest
+from rich.console import Console
 from synthetic import write_logs
 from test_behaviour import first, second
 
-from verl_opsd.cli.main import main
+from verl_opsd.cli.main import main, parser
 from verl_opsd.tokens.store import EpisodeStore
 
 
@@ -40,6 +42,26 @@ def test_logs_and_run_directories_side_by_side(runs, capsys):
     table = json.loads(out.read_text())
     assert table["models"] == ["theirs", "ours"] and table["pairs"] == {"theirs": 1, "ours": 1}
     assert all(m["constant"] for m in table["metrics"])  # the same episode twice
+
+
+def test_every_row_of_the_terminal_shows_its_own_value(runs):
+    """Against the table's data: of two models, in every group."""
+    out, shown = runs / "b.json", Console(width=300, file=StringIO())
+    args = parser().parse_args(["behaviour", f"theirs={runs / 'logs'}", str(runs / "ours"), "--json", str(out)])
+    assert args.func(args, shown) == 0
+    cells = [[c.strip() for c in line.split("│")[1:-1]] for line in shown.file.getvalue().splitlines() if line.startswith("│")]
+    rows = {c[0]: c[2:4] for c in cells if len(c) == 5 and not c[0].isdigit()}
+    metrics = json.loads(out.read_text())["metrics"]
+    assert len(metrics) > 50
+    for m in metrics:
+        title = m["title"] + ("" if m["unit"] == "share" else f" ({m['unit']})")
+        for text, v in zip(rows[title], m["values"].values(), strict=True):
+            if v["value"] is None:
+                assert text == f"- of {v['denominator']}", title
+            elif m["unit"] == "share":
+                assert text == f"{100 * v['numerator'] / v['denominator']:.1f}% ({v['numerator']:g}/{v['denominator']})", title
+            else:
+                assert float(text.split()[0]) == pytest.approx(v["value"], rel=1e-3), title
 
 
 def test_definitions_and_the_training_split_on_demand(runs, capsys):
