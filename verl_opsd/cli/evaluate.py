@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from verl_opsd.config import OpsdConfig
 from verl_opsd.contract import EvalContract
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
@@ -41,15 +42,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def evaluate(args: argparse.Namespace, console: Console | None = None) -> int:
-    """Runs what is missing and prints the standings; 1 when an episode stayed void. The key is read from ``OPENAI_API_KEY``."""
+    """Runs what is missing, prints the standings and writes the report; 1 when an episode stayed void. The key is read from
+    ``OPENAI_API_KEY``."""
     import httpx
 
     from verl_opsd.cli.standings import table
     from verl_opsd.cooperbench.sandbox import require_sandbox
     from verl_opsd.evaluation.alone import grade_alone
     from verl_opsd.evaluation.endpoint import EndpointSession, run_plan, warm_up
+    from verl_opsd.evaluation.page.gather import read_meta
     from verl_opsd.evaluation.plan import running, set_aside_faults, write_plan
     from verl_opsd.evaluation.standings import UNVERIFIED, model_info, standing
+    from verl_opsd.evaluation.write import write_report
     from verl_opsd.rundir import RunDir, write_json
     from verl_opsd.tokens.store import EpisodeStore
 
@@ -80,7 +84,7 @@ def evaluate(args: argparse.Namespace, console: Console | None = None) -> int:
             await warm_up(client, args.model, contract)
             write_json(run.path / "contract.json", contract.as_dict())
             console.print(write_plan(run, pairs, args.seeds, described(args.model, manifest), dict(serving)), soft_wrap=True)
-            write_json(run.path / "meta.json", meta(args, started))
+            write_json(run.path / "meta.json", meta(args, started, section(args, given)))
             if run.episodes.is_dir():
                 set_aside_faults(run)
             with tempfile.TemporaryDirectory(prefix="opsd-eval-") as folder:
@@ -109,6 +113,8 @@ def evaluate(args: argparse.Namespace, console: Console | None = None) -> int:
         )
     console.print(running(episodes, len(pairs) * args.seeds), soft_wrap=True, highlight=False)
     console.print(table([standing(args.model, episodes, model_info(run.path, episodes, "eval"))]))
+    write_report(run, read_meta(run)[1])
+    console.print(str(run.path / "report.html"), soft_wrap=True, highlight=False)
     return int(any(not e.scored for e in episodes))
 
 
@@ -182,7 +188,25 @@ def described(model: str, manifest: Manifest | None) -> dict[str, object]:
     return values
 
 
-def meta(args: argparse.Namespace, started: float) -> dict[str, object]:
+def section(args: argparse.Namespace, contract: EvalContract) -> OpsdConfig:
+    """The configuration that a report reads: what was asked for, as the recipe ``full_eval`` would have it."""
+    from verl_opsd.config import BriefConfig, EvaluationConfig, LossConfig, SandboxConfig, TasksConfig, TeacherConfig
+
+    return OpsdConfig(
+        recipe="eval",
+        scale="local",
+        mode="evaluate",
+        tasks=TasksConfig(dataset=args.dataset, train=None, eval=args.subset),
+        brief=BriefConfig(name="none"),
+        teacher=TeacherConfig(),
+        loss=LossConfig(),
+        contract=contract,
+        sandbox=SandboxConfig(backend=contract.sandbox),  # type: ignore[arg-type]
+        evaluation=EvaluationConfig(args.seeds, args.retries, args.alone),
+    )
+
+
+def meta(args: argparse.Namespace, started: float, opsd: OpsdConfig) -> dict[str, object]:
     """What this run used."""
     from verl_opsd.cooperbench.identity import harness_identity
 
@@ -198,4 +222,5 @@ def meta(args: argparse.Namespace, started: float) -> dict[str, object]:
         "endpoint": args.endpoint,
         "student": args.model,
         "manifest": None if args.manifest is None else args.manifest.read_text(),
+        "opsd": dataclasses.asdict(opsd),
     }

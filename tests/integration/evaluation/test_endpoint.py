@@ -1,6 +1,7 @@
 """`opsd eval` against an OpenAI-compatible server on the loopback interface that answers from a script."""
 
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -104,6 +105,10 @@ def test_a_pair_runs_is_graded_and_is_not_run_twice(arguments, server, capsys):
     assert main(verified) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "planned 1, ran 1, scored 1, void 0: features 0/2" in text and "cannot be shown with this design" in text
+    page = (tmp / "run" / "report.html").read_text()
+    assert "eval: scripted evaluated" in page and "taught by" not in page and "Replies are shown as" not in page
+    assert json.loads((tmp / "run" / "report.json").read_text())["standings"]["eval"]["features"]["total"] == 2
+    assert main(["report", "--compare", str(tmp / "run"), str(shutil.copytree(tmp / "run", tmp / "b")), "--out", str(tmp)]) == 0
     said = json.loads((tmp / "run" / "evaluation.json").read_text())
     assert said["parameters"] == 9 and said["serving"]["engine"] == "script 1"
     calls = server.calls

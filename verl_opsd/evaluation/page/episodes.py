@@ -49,7 +49,7 @@ def conversations(runs: Sequence[RunData], options: Options) -> tuple[dict[int, 
         tokenizer, missing = (options.tokenizer, "") if options.tokenizer is not None else tokenizer_of(r.meta)
         decoder = None if tokenizer is None else Decoder(tokenizer)
         who = f"{r.name}: " if len(runs) > 1 else ""
-        if missing:
+        if missing and any(e.turns for e in r.episodes):
             notes.append(f"{who}Replies are shown as the harness read them, without colours: {missing}.")
         if r.divergences_missing:
             notes.append(f"{who}Tokens are not coloured: {r.divergences_missing.splitlines()[0]}")

@@ -65,6 +65,11 @@ def read_meta(run: RunDir) -> tuple[dict[str, Any], OpsdConfig]:
     if not path.is_file():
         raise OpsdError(f"{path} does not exist", "a report is made from a run's directory", "name the run's directory")
     meta = dict(json.loads(path.read_text()))
+    if "opsd" not in meta:
+        rule = "a report is made from a run that acted: its meta.json has the section `opsd` of its configuration"
+        raise OpsdError(
+            f"{path} has no section `opsd`", rule, "name such a run's directory, or evaluate again with this version"
+        )
     config: OpsdConfig = build_section(OpsdConfig, meta["opsd"], "opsd")
     return meta, config
 

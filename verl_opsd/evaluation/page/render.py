@@ -81,6 +81,8 @@ def _title(runs: Sequence[RunData]) -> str:
     if len(runs) > 1:
         return f"{', '.join(r.name for r in runs[:-1])} and {runs[-1].name} compared"
     r = runs[0]
+    if r.opsd.mode == "evaluate":
+        return f"{r.opsd.recipe}: {Path(r.meta['student']).name} evaluated"
     return f"{r.opsd.recipe}: {Path(r.meta['student']).name} taught by {'its own base' if r.opsd.teacher.kind == 'self' else Path(str(r.opsd.teacher.path)).name} with {r.opsd.brief.name.replace('_', ' ')}"
 
 
@@ -89,7 +91,10 @@ def _lede(runs: Sequence[RunData]) -> str:
     if len(runs) > 1:
         return f"{len(runs)} runs; the first is the baseline. " + "; ".join(f"{x.name}: {x.run.path}" for x in runs)
     started = trust.when(r.meta["started"]) if "started" in r.meta else "unknown"
-    return f"Scale {r.opsd.scale}, {r.opsd.loss.divergence.replace('_', ' ')}, brief in {r.opsd.brief.placement.replace('_', ' ')}, contract {r.contract.hash[:12]}, started {started} UTC, {r.run.path}"
+    what = f"contract {r.contract.hash[:12]}, started {started} UTC, {r.run.path}"
+    if r.opsd.mode == "evaluate":
+        return f"{len(r.episodes)} episodes, {what}"
+    return f"Scale {r.opsd.scale}, {r.opsd.loss.divergence.replace('_', ' ')}, brief in {r.opsd.brief.placement.replace('_', ' ')}, {what}"
 
 
 def _stamps(

@@ -219,17 +219,14 @@ def provenance(runs: Sequence[RunData], numbering: Numbering) -> list[Part]:
             ("command", " ".join(m.get("argv", []))),
             ("started (UTC)", when(m["started"]) if "started" in m else "-"),
             ("student", m.get("student")),
-            ("teacher", f"{r.opsd.teacher.kind}{f', {r.opsd.teacher.path}' if r.opsd.teacher.path else ''}"),
-            ("brief", f"{r.opsd.brief.name}, placement {r.opsd.brief.placement}"),
-            (
-                "loss",
-                f"{r.opsd.loss.divergence}, anchor {r.opsd.loss.anchor:g}, {r.opsd.loss.reduction} mean, {r.opsd.loss.epochs} epochs",
-            ),
-            ("devices", ", ".join(map(str, m.get("devices", [])))),
+            ("endpoint", m.get("endpoint")),
+            ("brief of the actors", r.opsd.actor_brief.name if r.opsd.actor_brief.name != "none" else None),
+            *_training(r),
+            ("devices", ", ".join(map(str, m.get("devices", []))) or None),
             ("versions", f"Python {m.get('python', '-')}, {versions}"),
             ("harness", f"{harness.get('name', '-')} {harness.get('version', '')}, tree {harness.get('tree_hash', '-')[:12]}"),
             ("contract", r.contract.hash),
-            ("seconds by stage", ", ".join(f"{k} {v:.0f}" for k, v in (r.report.get("seconds") or {}).items())),
+            ("seconds by stage", ", ".join(f"{k} {v:.0f}" for k, v in (r.report.get("seconds") or {}).items()) or None),
             *((f"episodes: {name}", words) for name, words in spent_rows(r.report.get("spent") or {})),
             *device_rows(r.report),
         ]
@@ -237,7 +234,7 @@ def provenance(runs: Sequence[RunData], numbering: Numbering) -> list[Part]:
             numbering.table(
                 f"What ran{f' as {r.name}' if len(runs) > 1 else ''}.",
                 head("<", "<"),
-                [row(cell(k), cell(v, wrap=True)) for k, v in rows],
+                [row(cell(k), cell(v, wrap=True)) for k, v in rows if v is not None],
             )
         )
         config = json.dumps(m.get("opsd", {}), indent=1, default=str)
@@ -253,6 +250,18 @@ def provenance(runs: Sequence[RunData], numbering: Numbering) -> list[Part]:
         details("Contract", [numbering.table("The frozen contract under which agents acted and were graded.", heads, rows_)])
     )
     return out
+
+
+def _training(r: RunData) -> list[tuple[str, str]]:
+    """Teacher, brief and loss; an evaluation has none."""
+    if r.opsd.mode == "evaluate":
+        return []
+    teacher, brief, loss = r.opsd.teacher, r.opsd.brief, r.opsd.loss
+    return [
+        ("teacher", f"{teacher.kind}{f', {teacher.path}' if teacher.path else ''}"),
+        ("brief", f"{brief.name}, placement {brief.placement}"),
+        ("loss", f"{loss.divergence}, anchor {loss.anchor:g}, {loss.reduction} mean, {loss.epochs} epochs"),
+    ]
 
 
 def _short(x: Any) -> str:
