@@ -348,7 +348,7 @@ class Bench:
     def choose(self, student: Student, context: int) -> str:
         """Sets which layers keep their activations in what memory is left; says what that should take."""
         resident = torch.cuda.memory_allocated(self.devices[0]) if self.devices[0].type == "cuda" else 0.0
-        chosen = memory.choose_plan(student.shape, context, memory.usable(self.total()) - resident)
+        chosen = memory.activations(student.shape, context, "auto", None, memory.usable(self.total()) - resident)
         checkpointing.apply(student.model, chosen)
         return f"{(resident + memory.step_bytes(student.shape, context, chosen)) / 1e9:.1f} GB predicted, {chosen}"
 

@@ -4,6 +4,7 @@ from verl_opsd.config.build import build_section
 from verl_opsd.config.loss import ClassWeights, GateConfig, LossConfig, ThresholdConfig
 from verl_opsd.config.opsd import OpsdConfig
 from verl_opsd.config.sections import (
+    ActivationsConfig,
     ActorBriefConfig,
     BriefConfig,
     BudgetConfig,
@@ -17,6 +18,7 @@ from verl_opsd.config.sections import (
 from verl_opsd.config.teacher import MemberConfig, ModelTeacher, TeacherConfig
 
 __all__ = [
+    "ActivationsConfig",
     "ActorBriefConfig",
     "BriefConfig",
     "BudgetConfig",

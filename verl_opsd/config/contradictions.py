@@ -36,6 +36,7 @@ def check_sections(c: OpsdConfig) -> None:
     _check_briefs(c)
     _check_window(c)
     _check_mode(c)
+    _check_activations(c)
     _check_canary(c)
     _check_sandbox(c)
     _check_numbers(c)
@@ -110,6 +111,22 @@ def _check_nothing_is_distilled(c: OpsdConfig) -> None:
             f"{', '.join(given)} with {c.recipe}",
             "an evaluation has no teacher and no loss; what the agents themselves read is opsd.actor_brief",
             "leave them out, or set opsd.actor_brief.name",
+        )
+
+
+def _check_activations(c: OpsdConfig) -> None:
+    a = c.activations
+    if a.keep == "verl" and a.offload is not None:
+        refuse(
+            f"opsd.activations.offload={a.offload} with opsd.activations.keep=verl",
+            "verl's own checkpointing keeps a layer's input where the layer is",
+            "set opsd.activations.keep=none, a kind of layers, or auto",
+        )
+    if a.device_gb is not None and (a.keep != "auto" or a.device_gb <= 0):
+        refuse(
+            f"opsd.activations.device_gb={a.device_gb} with opsd.activations.keep={a.keep}",
+            "auto, and nothing else, reads it: a device's memory in GB, above 0",
+            "set opsd.activations.keep=auto, or leave it out",
         )
 
 

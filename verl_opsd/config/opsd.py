@@ -9,6 +9,7 @@ from verl_opsd.config.build import build_section
 from verl_opsd.config.contradictions import check_sections
 from verl_opsd.config.loss import LossConfig
 from verl_opsd.config.sections import (
+    ActivationsConfig,
     ActorBriefConfig,
     BriefConfig,
     BudgetConfig,
@@ -43,6 +44,7 @@ class OpsdConfig:
     teacher: TeacherConfig
     loss: LossConfig
     contract: EvalContract
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     gates: GatesConfig = field(default_factory=GatesConfig)
     worth: WorthConfig = field(default_factory=WorthConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)

@@ -72,6 +72,24 @@ class ActorBriefConfig:
 
 
 @dataclass(frozen=True)
+class ActivationsConfig:
+    """Which layers of the student keep their activations for backward. The others are checkpointed: they keep their input and run
+    forward twice.
+
+    Attributes:
+        keep: ``verl``: all or none, as actor_rollout_ref.model.enable_gradient_checkpointing says. ``none``; ``linear_attention`` or
+            ``full_attention``, every layer of that kind; ``auto``, as many layers as the devices hold by the planner's formulas
+            (``opsd plan``) at the longest forward.
+        offload: inputs of checkpointed layers wait in the host's memory; null: only where ``auto`` does not fit without.
+        device_gb: of ``auto``, memory of a device, 1e9 bytes; null: of the smallest one that a student's rank has.
+    """
+
+    keep: Literal["verl", "none", "linear_attention", "full_attention", "auto"] = "verl"
+    offload: bool | None = None
+    device_gb: float | None = None
+
+
+@dataclass(frozen=True)
 class GatesConfig:
     """Thresholds written down before the run; all fail closed. Divergences in nats a token, means over loss positions;
     ``publish_follow_min`` is a share of 1, for rollout servers of verl's; ``identity_end_max`` is of runs whose teacher is the student's own

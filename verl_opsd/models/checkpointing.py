@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -49,8 +50,9 @@ def plan(shape: ModelShape, tokens: int, kept: int, offload: bool = False) -> Pl
 
 
 def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The decoder's layers, in order."""
-    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    """The text decoder's layers, in order; not those of a vision tower beside it."""
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    return [m for m in base.get_decoder().modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 def apply(model: nn.Module, chosen: Plan) -> None:

@@ -77,6 +77,11 @@ class Choice:
     trains: bool
     why: tuple[str, ...]
 
+    def fuses(self, config: Any) -> bool:
+        """Whether the layers of a model with this configuration run on these kernels and none of transformers'."""
+        hybrid = "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
+        return hybrid and (self.delta, self.norm, self.mlp) == ("fla", "liger", "liger")
+
     def __str__(self) -> str:
         text = f"delta rule, convolution and gated norm: {self.delta}; norms: {self.norm}; gated MLP: {self.mlp}; LoRA: fused"
         return "; ".join([text, *self.why])

@@ -80,20 +80,46 @@ def score_bytes(shape: ModelShape, tokens: int, part: int) -> float:
     return min(tokens, part) * forward_bytes(shape) + carried * (1 + 1 / layers)
 
 
-def choose_plan(shape: ModelShape, tokens: int, budget_bytes: float) -> Plan:
+def choose_plan(shape: ModelShape, tokens: int, budget_bytes: float, offload: bool | None = None) -> Plan:
     """The most layers that keep their activations in a step that may take ``budget_bytes`` beside weights and optimizer state.
 
+    Args:
+        offload: whether inputs of checkpointed layers wait on the host; None: only where nothing fits without.
+
     Raises:
-        OpsdError: the step does not fit even with every layer's input on the host.
+        OpsdError: the step does not fit even with every layer checkpointed.
     """
-    for offload in (False, True):
+    tried = (False, True) if offload is None else (offload,)
+    for away in tried:
         for kept in range(len(shape.kinds), -1, -1):
-            chosen = plan(shape, tokens, kept, offload)
+            chosen = plan(shape, tokens, kept, away)
             if step_bytes(shape, tokens, chosen) <= budget_bytes:
                 return chosen
-    least = step_bytes(shape, tokens, plan(shape, tokens, 0, offload=True))
+    least = step_bytes(shape, tokens, plan(shape, tokens, 0, offload=tried[-1]))
+    inputs = "on the host" if tried[-1] else "kept on the device"
     raise OpsdError(
         f"a step on {tokens} tokens in {budget_bytes / 1e9:.1f} GB",
-        f"with every layer's input on the host, one layer at work and the vocabulary head take {least / 1e9:.1f} GB",
-        "shorten the context, or give the student more devices",
+        f"with every layer's input {inputs}, one layer at work and the vocabulary head take {least / 1e9:.1f} GB",
+        "shorten the context, or give the student more devices" + ("" if tried[-1] else ", or let inputs wait on the host"),
     )
+
+
+def activations(shape: ModelShape, tokens: int, keep: str, offload: bool | None, budget_bytes: float) -> Plan:
+    """Which layers keep their activations, by the words of ``opsd.activations``.
+
+    Args:
+        keep: ``none``, a kind of layers, or ``auto`` (:func:`choose_plan`).
+        budget_bytes: that a step may take; read by ``auto`` alone.
+
+    Raises:
+        OpsdError: the model has no layer of that kind, or nothing fits.
+    """
+    if keep == "auto":
+        return choose_plan(shape, tokens, budget_bytes, offload)
+    if keep != "none" and keep not in shape.kinds:
+        raise OpsdError(
+            f"opsd.activations.keep={keep} for a model of {', '.join(sorted(set(shape.kinds)))} layers",
+            "it names a kind of layers that the model has",
+            "set opsd.activations.keep to none, auto or a kind that is there",
+        )
+    return Plan(tuple(kind == keep for kind in shape.kinds), bool(offload))

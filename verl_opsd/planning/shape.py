@@ -1,6 +1,6 @@
 """What a model's configuration says about parameters, floating-point operations, and bytes that training keeps.
 
-Everything is counted from the shapes, for Qwen3.5's hybrid and for plain decoders; activations are those of this project's fused layers.
+Everything is counted from the shapes, for Qwen3.5's hybrid and for plain decoders.
 Units: parameters, FLOP (a multiply-add is two), bytes. One token unless a name says otherwise.
 """
 
@@ -20,7 +20,8 @@ BF16 = 2
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder; the linear ones are 0 where no layer is ``linear_attention``."""
+    """Sizes of a decoder; the linear ones are 0 where no layer is ``linear_attention``. ``fused``: its layers run on this project's
+    kernels, or else on transformers'."""
 
     hidden: int
     intermediate: int
@@ -36,9 +37,10 @@ class ModelShape:
     linear_key_dim: int = 0
     linear_value_dim: int = 0
     conv_width: int = 0
+    fused: bool = True
 
     @classmethod
-    def of(cls, config: Any) -> ModelShape:
+    def of(cls, config: Any, fused: bool = True) -> ModelShape:
         """From a configuration of transformers."""
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         kinds = tuple(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
@@ -58,6 +60,7 @@ class ModelShape:
             linear_key_dim=text.linear_key_head_dim if linear else 0,
             linear_value_dim=text.linear_value_head_dim if linear else 0,
             conv_width=text.linear_conv_kernel_dim if linear else 0,
+            fused=fused,
         )
 
     @property
@@ -140,6 +143,7 @@ class ModelShape:
 
         Inputs of both norms; inputs of adapted products; gate, up and their product; what the kernels of attention or of the
         delta rule save (q, k, v, output, and for the delta rule the convolution's input, decays, and a 64 x 64 matrix a chunk).
+        Layers that are not fused also keep two float32 copies of each norm's input, SiLU(gate), and the convolution's input in float32.
         """
         mlp = 2 * self.hidden + 3 * self.intermediate
         if kind == "full_attention":
@@ -147,7 +151,10 @@ class ModelShape:
         else:
             mixed = 2 * self.linear_keys + self.linear_values
             inner = self.hidden + 2 * mixed + 3 * self.linear_values + self.linear_value_heads * (64 + 12)
-        return BF16 * (mlp + inner)
+        if self.fused:
+            return BF16 * (mlp + inner)
+        convolved = 0 if kind == "full_attention" else 2 * self.linear_keys + self.linear_values
+        return BF16 * (mlp + inner + self.intermediate) + 4 * (4 * self.hidden + convolved)
 
     def carried_bytes(self) -> int:
         """Bytes of keys and values that a sequence in parts carries."""

@@ -163,6 +163,14 @@ def check_verl_keys(config: DictConfig, opsd: OpsdConfig) -> None:
             "sequence parallelism with plain SDPA gives wrong probabilities in silence",
             "set it to 1, or use flash_attention_2 or ulysses_sdpa",
         ),
+        (
+            opsd.activations.keep != "verl" and (not model.enable_gradient_checkpointing or model.enable_activation_offload),
+            f"opsd.activations.keep={opsd.activations.keep} with actor_rollout_ref.model.enable_gradient_checkpointing="
+            f"{model.enable_gradient_checkpointing} enable_activation_offload={model.enable_activation_offload}",
+            "one side says which layers are checkpointed and where their inputs wait",
+            "set enable_gradient_checkpointing=true and enable_activation_offload=false (opsd.activations.offload does it), or "
+            "opsd.activations.keep=verl",
+        ),
         (opsd.mode == "offline" and not opsd.corpus, "no corpus", "offline training reads a stored corpus", "corpus=RUN_DIR"),
         (opsd.mode != "offline" and bool(opsd.corpus), f"opsd.corpus={opsd.corpus}", "only offline reads it", "remove it"),
         (

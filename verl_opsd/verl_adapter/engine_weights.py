@@ -18,7 +18,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_opsd.distill.head import LossPositionHead, install_head
 from verl_opsd.errors import OpsdError
-from verl_opsd.models import attention, kernels
+from verl_opsd.models import attention, checkpointing, kernels
 from verl_opsd.models.forward import adapters_off
 from verl_opsd.teachers.base import Voice
 from verl_opsd.verl_adapter import ulysses
@@ -68,7 +68,7 @@ class WeightsEngine(FSDPEngineWithLMHead):
     def _build_module(self) -> nn.Module:
         module = super()._build_module()
         self.head: LossPositionHead = install_head(module)
-        choice = kernels.choose(kernels.Facts.of_this_process())
+        self.kernels = choice = kernels.choose(kernels.Facts.of_this_process())
         if kernels.is_hybrid(module):
             if choice.delta == "fla":  # before any training, on a layer of the model's own shapes
                 kernels.require(module.config.get_text_config(), get_device_id(), torch.bfloat16, choice)
@@ -96,6 +96,23 @@ class WeightsEngine(FSDPEngineWithLMHead):
                 p.data = p.data.float()
         kernels.fuse_adapters(adapted)
         return adapted
+
+    def set_activations(self, chosen: checkpointing.Plan) -> None:
+        """Which layers keep their activations from now on, in place of verl's all or none. Every rank gets the same plan: a layer that
+        runs forward twice is gathered twice.
+
+        Raises:
+            OpsdError: verl was told to checkpoint nothing or to move activations itself, or the plan is of another number of layers.
+        """
+        if not self.model_config.enable_gradient_checkpointing or self.model_config.enable_activation_offload:
+            raise OpsdError(
+                f"an activation plan with model.enable_gradient_checkpointing={self.model_config.enable_gradient_checkpointing} "
+                f"enable_activation_offload={self.model_config.enable_activation_offload}",
+                "one side says which layers are checkpointed and where their inputs wait",
+                "set actor_rollout_ref.model.enable_gradient_checkpointing=true enable_activation_offload=false, or "
+                "opsd.activations.keep=verl",
+            )
+        checkpointing.apply(self.module, chosen)
 
     def prepare(self, loss: OpsdLoss) -> None:
         """Checks that this engine can train with ``loss`` and keeps what it needs; the same loss again does nothing.

@@ -48,6 +48,7 @@ from verl_opsd.verl_adapter import corpus, full_eval, guards
 from verl_opsd.verl_adapter.found import check_tasks_unchanged
 from verl_opsd.verl_adapter.launch import canary_limits
 from verl_opsd.verl_adapter.loss import ON_STUDENT, OpsdLoss
+from verl_opsd.verl_adapter.memory_checks import activation_plan, shapes_of
 from verl_opsd.verl_adapter.passes import by_row, jagged, own_passes, rows_of, view_passes
 from verl_opsd.verl_adapter.reduce import update_groups, with_coefficients, with_rewards
 from verl_opsd.verl_adapter.routes import models_of
@@ -183,11 +184,23 @@ class OpsdTrainer(PPOTrainerSync):
             guards.teacher_checks(self)
             for t in self.teachers:
                 self.actor_rollout_wg.opsd_add_teacher(t.voice, t.head_weight())
+        self._set_activations()
         self.actor_rollout_wg.set_loss_fn(self.make_loss())
         guards.startup_checks(self)
         super().on_init_end()
         guards.after_publish(self, batch=None)
         self._samples()  # from here on every device is sampled
+
+    def _set_activations(self) -> None:
+        """Tells every rank which layers keep their activations; one plan, of the smallest device."""
+        if self.opsd.activations.keep == "verl" or self.opsd.mode == "evaluate":
+            return
+        facts = self.actor_rollout_wg.opsd_facts()
+        sizes = [size for size, _ in facts if size is not None]
+        student, teachers = shapes_of(self.config, self.opsd, facts[0][1])
+        chosen = activation_plan(self.config, self.opsd, student, teachers, min(sizes, default=None))
+        self.actor_rollout_wg.opsd_set_activations(chosen)
+        print(f"activations: {chosen}", flush=True)
 
     def _resume(self) -> None:
         """Moves aside what rounds after the checkpoint left. An evaluation that was due and did not end is run again."""

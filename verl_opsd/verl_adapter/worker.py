@@ -19,6 +19,8 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.metering import Meter, Sample, here
+from verl_opsd.models.checkpointing import Plan
+from verl_opsd.models.kernels import Choice
 from verl_opsd.teachers.base import Voice
 from verl_opsd.verl_adapter import checks, export
 from verl_opsd.verl_adapter.engine import OpsdEngine
@@ -136,6 +138,16 @@ class OpsdTrainingWorker(TrainingWorker):
         """See :meth:`OpsdWorker.opsd_add_teacher`."""
         self._opsd_engine().add_teacher(voice, weight_VH)
 
+    def facts(self) -> tuple[float | None, Choice]:
+        """See :meth:`OpsdWorker.opsd_facts`."""
+        cuda = torch.cuda.is_available()
+        total = float(torch.cuda.get_device_properties(get_device_id()).total_memory) if cuda else None
+        return total, self._opsd_engine().kernels
+
+    def set_activations(self, chosen: Plan) -> None:
+        """See :meth:`OpsdWorker.opsd_set_activations`."""
+        self._opsd_engine().set_activations(chosen)
+
     def keep(self, loss: OpsdLoss) -> None:
         """See :meth:`OpsdWorker.opsd_keep`."""
         self._opsd_engine().keep(loss)
@@ -198,6 +210,16 @@ class OpsdWorker(ActorRolloutRefWorker):
     def opsd_keep(self, loss: OpsdLoss) -> None:
         """Keeps what the loss needs of the weights as they are now (``OpsdEngine.keep``); before a checkpoint is loaded."""
         self.actor.keep(loss)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
+    def opsd_facts(self) -> tuple[float | None, Choice]:
+        """Bytes of this rank's device, None without an accelerator, and the kernels that its layers run on."""
+        return self.actor.facts()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
+    def opsd_set_activations(self, chosen: Plan) -> None:
+        """Which layers keep their activations (``OpsdEngine.set_activations``)."""
+        self.actor.set_activations(chosen)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def opsd_checks(self) -> list[checks.Check]:

@@ -16,6 +16,7 @@ import traceback
 from datetime import timedelta
 from typing import Any
 
+import cases_activations
 import cases_arms
 import cases_controls
 import cases_copies
@@ -43,6 +44,7 @@ def main() -> None:
         cases_parity,
         cases_scoring,
         cases_arms,
+        cases_activations,
         cases_controls,
         cases_copies,
         cases_numbers,

@@ -64,6 +64,15 @@ def test_misspelt_key_without_plus_is_refused_by_hydra(compose, override):
         (["actor_rollout_ref.rollout.temperature=0.5"], ["0.5", "contract"]),
         (["actor_rollout_ref.rollout.val_kwargs.top_p=0.9"], ["val_kwargs", "0.9"]),
         (["actor_rollout_ref.actor.strategy=fsdp"], ["actor.strategy=fsdp"]),
+        (["opsd.activations.keep=none"], ["opsd.activations.keep=none", "enable_gradient_checkpointing=False"]),
+        (
+            [
+                "opsd.activations.keep=none",
+                "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+                "actor_rollout_ref.model.enable_activation_offload=true",
+            ],
+            ["enable_activation_offload=True", "opsd.activations.offload"],
+        ),
         (["actor_rollout_ref.model.lora.merge=true"], ["model.lora.merge=true"]),
         (["trainer.v1.trainer_mode=sync"], ["trainer_mode=sync"]),
         (["distillation.enabled=true"], ["distillation.enabled=true"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import transformers
 from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from verl_opsd.cli.plan import KNOWN, shape_of
 from verl_opsd.config import OpsdConfig
@@ -17,23 +18,30 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.paths import conf_dir
 from verl_opsd.planning import planner
 from verl_opsd.plugin import register_resolvers
-from verl_opsd.verl_adapter.memory_checks import BRIEF, Need, check_memory, needs
+from verl_opsd.verl_adapter.memory_checks import ASLEEP, BRIEF, Need, activation_plan, check_memory, forward_tokens, needs
 
 STUDENT, TEACHER = shape_of("qwen3.5-9b"), shape_of("qwen3.5-27b")
 H100 = planner.DEVICES["H100"].bytes_
 EIGHT = ("scale=gpu8", "teacher=device", "opsd.teacher.path=somewhere")
 
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     register_resolvers()
     monkeypatch.setenv("OPSD_RUN_DIR", "run")
     monkeypatch.setenv("OPSD_RAY_TMP", "tmp")
 
+
+def composed(*overrides: str) -> tuple[DictConfig, OpsdConfig]:
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=[f"hydra.searchpath=[file://{conf_dir()}]", "+recipe=opd", *overrides])
+    return config, OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def planned() -> Any:
     def of(*overrides: str, device: float = H100) -> dict[str, Need]:
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", overrides=[f"hydra.searchpath=[file://{conf_dir()}]", "+recipe=opd", *overrides])
-        opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
+        config, opsd = composed(*overrides)
         found = needs(config, opsd, STUDENT, {f"device:{opsd.teacher.path}": TEACHER}, device)
         names = ("student", "awake", "server", "teacher")[: len(found)]
         return dict(zip(names, found, strict=True))
@@ -60,7 +68,7 @@ def test_the_production_recipe_fits_its_devices(planned: Any) -> None:
 @pytest.mark.parametrize("gb", [40, 60, 70, 85, 150])
 @pytest.mark.parametrize("context", [16384, 65536, 131072, 262144])
 def test_what_the_planner_refuses_is_refused(planned: Any, gb: int, context: int) -> None:
-    """The planner may keep fewer activations than the engine does, so it refuses less."""
+    """What no layout of the planner holds, the recipe does not start."""
     device = planner.Device("some", gb * 1e9)
     try:
         planner.estimate(STUDENT, TEACHER, planner.Layout(4, 4), device, context, 32, BRIEF, planner.PART)
@@ -73,7 +81,8 @@ def test_what_the_planner_refuses_is_refused(planned: Any, gb: int, context: int
     ("overrides", "side"),
     [
         (("opsd.contract.context_length=1000000",), "student"),
-        (("actor_rollout_ref.model.enable_gradient_checkpointing=false",), "student"),
+        (("opsd.activations.keep=verl", "actor_rollout_ref.model.enable_gradient_checkpointing=false"), "student"),
+        (("opsd.activations.keep=linear_attention",), "student"),
         (("actor_rollout_ref.model.lora_rank=0", "opsd.teacher.devices=6"), "student"),
         (("actor_rollout_ref.rollout.gpu_memory_utilization=0.95",), "awake"),
         (("actor_rollout_ref.rollout.gpu_memory_utilization=0.2",), "server"),
@@ -87,24 +96,21 @@ def test_each_side_is_looked_at(planned: Any, overrides: tuple[str, ...], side: 
 
 def test_what_makes_a_rank_smaller(planned: Any) -> None:
     """Ranks that share a sequence, inputs of layers on the host, ranks of one teacher's copy."""
-    whole = planned(*EIGHT)
+    none = "opsd.activations.keep=none"
+    whole = planned(*EIGHT, none)
     halves = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
-    assert planned(*EIGHT, halves)["student"].total < whole["student"].total
-    offload = "actor_rollout_ref.model.enable_activation_offload=true"
-    assert planned(*EIGHT, offload)["student"].total < whole["student"].total
+    assert planned(*EIGHT, none, halves)["student"].total < whole["student"].total
+    assert planned(*EIGHT, none, "opsd.activations.offload=true")["student"].total < whole["student"].total
+    verls = ("opsd.activations.keep=verl", "actor_rollout_ref.model.enable_activation_offload=true")
+    assert planned(*EIGHT, *verls)["student"].total < whole["student"].total
     split = planned(*EIGHT, "opsd.teacher.ranks=2", "opsd.teacher.dtype=float32")
     assert fits(split) == []
-    awake = planned(*EIGHT, "actor_rollout_ref.rollout.free_cache_engine=false")
-    assert awake["student"].total == pytest.approx(whole["student"].total + 0.4 * H100)
+    awake = planned(*EIGHT, none, "actor_rollout_ref.rollout.free_cache_engine=false")
+    assert awake["student"].total == pytest.approx(whole["student"].total - ASLEEP + 0.4 * H100)
 
 
 def test_the_launch_check_names_side_parts_and_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    register_resolvers()
-    monkeypatch.setenv("OPSD_RUN_DIR", "run")
-    monkeypatch.setenv("OPSD_RAY_TMP", "tmp")
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=[f"hydra.searchpath=[file://{conf_dir()}]", "+recipe=opd", *EIGHT])
-    opsd = OpsdConfig.parse(OmegaConf.to_container(config.opsd, resolve=True))  # type: ignore[arg-type]
+    config, opsd = composed(*EIGHT)
     assert check_memory(config, opsd) == []  # no accelerator here
     shapes = {"somewhere": KNOWN["qwen3.5-27b"]}
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
@@ -114,6 +120,7 @@ def test_the_launch_check_names_side_parts_and_way_out(monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     sizes = [int(H100), int(H100)]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=sizes[i]))
     assert len(check_memory(config, opsd)) == 4
@@ -122,3 +129,72 @@ def test_the_launch_check_names_side_parts_and_way_out(monkeypatch: pytest.Monke
         check_memory(config, opsd)
     text = str(caught.value)
     assert "scale=gpu8 on devices of 48 GB" in text and "GB (weights" in text and "way out:" in text
+
+
+def kept_by(*overrides: str, device: float | None = H100) -> tuple[int, bool]:
+    config, opsd = composed(*EIGHT, *overrides)
+    found = activation_plan(config, opsd, STUDENT, {"teacher": TEACHER}, device)
+    return sum(found.keep), found.offload
+
+
+def test_the_accelerator_scales_keep_what_their_devices_hold(planned: Any) -> None:
+    for scale in ("gpu1", "gpu2", "gpu8"):
+        assert composed(f"scale={scale}")[1].activations.keep == "auto"
+    assert composed("scale=local")[1].activations.keep == "verl"
+    # A shorter context and a larger device leave room for more layers, and what is planned fits; 32 layers keep all that there is.
+    short, long = "opsd.contract.context_length=16384", "opsd.contract.context_length=131072"
+    assert 0 < kept_by(long, device=1e11)[0] < kept_by(short, device=1e11)[0] < kept_by(short, device=15e10)[0] <= 32
+    assert kept_by(short, device=1e12) == (32, False)
+    for tokens, context in ((16384, short), (131072, long)):
+        found = planned(*EIGHT, context, device=1e11)
+        assert fits(found) == []
+        assert (
+            found["student"].total + tokens * STUDENT.kept_bytes("full_attention") > found["student"].room
+        )  # no room for one more
+
+
+def test_the_device_may_be_named() -> None:
+    assert kept_by("opsd.activations.device_gb=85", device=15e10) == kept_by(device=85e9)
+    assert kept_by("opsd.activations.device_gb=85", device=None) == kept_by(device=85e9)
+    with pytest.raises(OpsdError, match="device_gb"):
+        kept_by(device=None)
+
+
+def test_inputs_wait_on_the_host_where_nothing_else_fits() -> None:
+    wide = "opsd.contract.context_length=131072"
+    assert kept_by(wide, device=60e9)[1] and not kept_by(wide, device=1e11)[1]
+    assert kept_by(wide, "opsd.activations.offload=true", device=1e11)[1]
+    with pytest.raises(OpsdError, match="let inputs wait on the host"):
+        kept_by(wide, "opsd.activations.offload=false", device=60e9)
+
+
+def test_a_kind_of_layers_is_kept_whatever_the_device() -> None:
+    assert kept_by("opsd.activations.keep=none", device=None) == (0, False)
+    assert kept_by("opsd.activations.keep=full_attention", "opsd.activations.offload=true", device=None) == (8, True)
+    assert kept_by("opsd.activations.keep=linear_attention", device=None) == (24, False)
+    config, opsd = composed(*EIGHT, "opsd.activations.keep=linear_attention")
+    dense = dataclasses.replace(STUDENT, kinds=("full_attention",) * 4)
+    with pytest.raises(OpsdError, match="a kind of layers that the model has"):
+        activation_plan(config, opsd, dense, {}, None)
+
+
+def test_rows_that_share_a_forward_are_counted() -> None:
+    def tokens(*overrides: str) -> int:
+        return forward_tokens(*composed("scale=gpu8", "opsd.contract.context_length=10000", *overrides))
+
+    actor = "actor_rollout_ref.actor"
+    assert tokens() == 10000
+    assert tokens(f"{actor}.ppo_micro_batch_size_per_gpu=3") == 30000
+    assert tokens(f"{actor}.ulysses_sequence_parallel_size=2") == 5000
+    assert tokens(f"{actor}.use_dynamic_bsz=true", f"{actor}.ppo_max_token_len_per_gpu=24576") == 24576
+
+
+def test_a_host_without_accelerators_names_the_device() -> None:
+    config, opsd = composed("scale=local", "opsd.activations.keep=auto")
+    with pytest.raises(OpsdError, match="no accelerator"):
+        check_memory(config, opsd)
+    config, opsd = composed("scale=local", "opsd.activations.keep=auto", "opsd.activations.device_gb=4")
+    assert check_memory(config, opsd) == []
+    config, opsd = composed("scale=local", "opsd.activations.keep=linear_attention")
+    with pytest.raises(OpsdError, match="full_attention layers"):
+        check_memory(config, opsd)
