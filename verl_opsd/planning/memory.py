@@ -31,12 +31,17 @@ def head_bytes(shape: ModelShape) -> float:
 
 
 def backward_bytes(shape: ModelShape, kind: Kind) -> float:
-    """Of one token in one layer's backward, beside what the layer keeps: gradients, and what kernels hold while they run."""
-    mlp = BF16 * (2 * shape.hidden + 2 * shape.intermediate)
-    if kind == "full_attention":
-        return max(mlp, BF16 * (2 * shape.hidden + 6 * shape.query) + 4 * shape.query)
-    states = 2 * shape.linear_value_heads * shape.linear_key_dim * shape.linear_value_dim / 64
-    return max(mlp, BF16 * (2 * shape.hidden + states + 9 * shape.linear_values))
+    """Of one token in one layer's backward, above what the layer keeps: the gated MLP at work, or attention or the delta rule at work once
+    the MLP's own activations are gone.
+
+    A fused gate writes the gradients of its inputs over the inputs.
+    """
+    mlp = BF16 * (2 * shape.hidden + (1 if shape.fused else 3) * shape.intermediate)
+    mixer: float = BF16 * (2 * shape.hidden + 6 * shape.query) + 4 * shape.query
+    if kind == "linear_attention":
+        states = 2 * shape.linear_value_heads * shape.linear_key_dim * shape.linear_value_dim / 64
+        mixer = BF16 * (2 * shape.hidden + states + 9 * shape.linear_values)
+    return max(mlp, mixer - shape.kept_mlp_bytes())
 
 
 def forward_bytes(shape: ModelShape) -> float:

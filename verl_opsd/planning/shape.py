@@ -138,6 +138,12 @@ class ModelShape:
         """Bytes that a checkpointed layer keeps: its input."""
         return BF16 * self.hidden
 
+    def kept_mlp_bytes(self) -> int:
+        """Of :meth:`kept_bytes`, those of the gated MLP and its norm."""
+        if self.fused:
+            return BF16 * (2 * self.hidden + 3 * self.intermediate)
+        return BF16 * (2 * self.hidden + 4 * self.intermediate) + 8 * self.hidden
+
     def kept_bytes(self, kind: Kind) -> int:
         """Bytes that a layer keeps for its backward when it is not checkpointed, with adapters on :data:`TARGETS`.
 
@@ -145,16 +151,15 @@ class ModelShape:
         delta rule save (q, k, v, output, and for the delta rule the convolution's input, decays, and a 64 x 64 matrix a chunk).
         Layers that are not fused also keep two float32 copies of each norm's input, SiLU(gate), and the convolution's input in float32.
         """
-        mlp = 2 * self.hidden + 3 * self.intermediate
         if kind == "full_attention":
             inner = 2 * self.hidden + 6 * self.query + 4 * self.keys
         else:
             mixed = 2 * self.linear_keys + self.linear_values
             inner = self.hidden + 2 * mixed + 3 * self.linear_values + self.linear_value_heads * (64 + 12)
         if self.fused:
-            return BF16 * (mlp + inner)
+            return self.kept_mlp_bytes() + BF16 * inner
         convolved = 0 if kind == "full_attention" else 2 * self.linear_keys + self.linear_values
-        return BF16 * (mlp + inner + self.intermediate) + 4 * (4 * self.hidden + convolved)
+        return self.kept_mlp_bytes() + BF16 * inner + 8 * self.hidden + 4 * convolved
 
     def carried_bytes(self) -> int:
         """Bytes of keys and values that a sequence in parts carries."""
