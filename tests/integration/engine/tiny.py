@@ -112,7 +112,7 @@ def make_row(seed: int, loss_tokens: bool = True, per_turn: bool = False, brief:
 
 
 def batch(rows: list[dict], packed: bool = True, micro: int = 2, dynamic: bool = False, **extra: Any) -> TensorDict:
-    """Rows as the batch that a rank of verl gets."""
+    """Rows as the batch that a rank of verl gets; with the temperature of a rollout, at which nothing is measured."""
     data = TensorDict(
         {k: torch.nested.as_nested_tensor([r[k] for r in rows], layout=torch.jagged) for k in rows[0]}, batch_size=len(rows)
     )
@@ -123,7 +123,7 @@ def batch(rows: list[dict], packed: bool = True, micro: int = 2, dynamic: bool =
         micro_batch_size_per_gpu=micro,
         max_token_len_per_gpu=90,
         pad_token_id=0,
-        **extra,
+        **{"temperature": 0.5, **extra},
     )
     return data
 
