@@ -114,6 +114,19 @@ class EvalContract:
                 "correct the sampling fields of the contract",
             )
 
+    @property
+    def sampling(self) -> str:
+        """What replies are drawn from, in words; empty where that is the model's whole distribution at temperature 1, of which divergences
+        are measured."""
+        cut = [
+            f"{k}={v:g}"
+            for k, v, plain in (("temperature", self.temperature, 1), ("top_p", self.top_p, 1), ("top_k", self.top_k, -1))
+            if v != plain
+        ]
+        if not cut:
+            return ""
+        return f"replies are sampled at {' '.join(cut)}; divergences are measured at temperature 1 over the whole distribution"
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, in the order of the fields."""
         return dataclasses.asdict(self)

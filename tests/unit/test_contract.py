@@ -91,6 +91,15 @@ def test_same_contract_passes_and_round_trips():
     assert (b.hash, b.step_limit, b.diff(a)) == (a.hash, 7, {})
 
 
+def test_sampling_from_a_part_of_the_distribution_is_told():
+    assert EvalContract().sampling == ""
+    told = EvalContract(temperature=0.6, top_p=0.95, top_k=20).sampling
+    assert told.startswith(
+        "replies are sampled at temperature=0.6 top_p=0.95 top_k=20; divergences are measured at temperature 1"
+    )
+    assert "temperature=" not in EvalContract(top_p=0.95).sampling
+
+
 def test_unlimited_steps_are_refused():
     with pytest.raises(OpsdError, match="step_limit=0"):
         EvalContract(step_limit=0)

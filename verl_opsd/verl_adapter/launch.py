@@ -325,4 +325,7 @@ def prepare_run(config: DictConfig, run: RunDir, checked: Launch | None = None) 
         write_down(run.path, Path(opsd.predictions).expanduser())
     counts = f"{len(found.train)} training pairs, {len(found.evaluation)} evaluation pairs"
     print(f"verl-opsd: contract {contract.hash[:12]}, {counts}", flush=True)
+    if contract.sampling:
+        print(f"verl-opsd: {contract.sampling}", flush=True)
+        run.evidence("sampling", None, None, None, contract.sampling)
     return opsd

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from job import Job, Watch, run_trainer, table
+from job import Job, Watch, evidence, run_trainer, table
 from test_scripted import PUBLISH, SUBMIT, TEXTKIT, gold, key
 
 from verl_opsd.cli.main import main
@@ -36,6 +37,7 @@ def arguments(here: Path, slow: bool) -> list[str]:
         "opsd.evaluation.seeds=2",
         "opsd.contract.concurrency=1",
         "opsd.contract.max_tokens=1024",
+        "opsd.contract.temperature=0.9",
         "actor_rollout_ref.rollout.name=opsd_scripted",
         f"+actor_rollout_ref.rollout.engine_kwargs.opsd.script={here / 'script.json'}",
         "hydra.run.dir=here",
@@ -94,10 +96,16 @@ def test_the_same_command_runs_what_is_missing(runs: tuple[dict[str, int], Job])
     ]
 
 
+def test_sampling_off_the_models_own_distribution_is_told(runs: tuple[dict[str, int], Job]) -> None:
+    _, job = runs
+    assert "verl-opsd: replies are sampled at temperature=0.9; divergences are measured at temperature 1" in job.output
+    assert [e["verdict"] for e in evidence(job.directory, "sampling")] == ["recorded"] * 2
+
+
 def test_progress_yield_and_spread_are_printed(runs: tuple[dict[str, int], Job]) -> None:
     _, job = runs
-    lines = [line.split("verl-opsd: ", 1)[1] for line in job.output.splitlines() if "verl-opsd: planned 4, ran " in line]
-    assert lines[0].startswith("planned 4, ran 3, scored 3") and lines[-1].startswith("planned 4, ran 4, scored 4")
+    ran = [int(n) for n in re.findall(r"verl-opsd: planned 4, ran (\d), scored \1, void 0: features", job.output)]
+    assert set(ran) == {2, 3, 4} and ran == sorted(ran)
     assert "yield: 50.0% of the agents' runs" in job.output
     assert "pocket_textkit_task/task0 4 of 4" in job.output and "pocket_ledger_task/task1 0 of 4" in job.output
     assert "warning: 1 of 2 tasks were never solved" in job.output
