@@ -24,7 +24,7 @@ $(VENV)/.installed: pyproject.toml setup.py Makefile
 	$(BIN)/pip install -q "$(TORCH)"
 	$(BIN)/pip install -q -e ".[cooperbench,smollm,dev]" --config-settings editable_mode=compat
 	$(BIN)/pip install -q --no-deps cooperbench==0.0.29 liger-kernel==0.8.5
-	$(BIN)/pip install -q --no-deps --target $(VENV)/trl trl==1.16.0
+	$(BIN)/pip install -q --no-deps --target $(VENV)/trl trl==1.14.2
 	touch $@
 
 # verl's vLLM path without an accelerator (2 GB). The wheel asks for torch builds of another index, which $(TORCH) stands in for.

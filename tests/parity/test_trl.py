@@ -54,7 +54,7 @@ def generalized_jsd_loss() -> Any:
     """TRL's ``GKDTrainer.generalized_jsd_loss``, a static method that needs nothing but torch."""
     source = FOLDER / "trl" / "experimental" / "gkd" / "gkd_trainer.py"
     if not source.is_file():
-        pytest.skip(f"TRL is not in {FOLDER}: pip install --no-deps --target {FOLDER} trl==1.16.0")
+        pytest.skip(f"TRL is not in {FOLDER}: pip install --no-deps --target {FOLDER} trl==1.14.2")
     (node,) = [
         n
         for n in ast.walk(ast.parse(source.read_text()))
