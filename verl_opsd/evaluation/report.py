@@ -23,9 +23,7 @@ from verl_opsd.distill.telemetry import DEPTHS, TURN_POSITIONS, TURNS, Ledger, T
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.shapes import Standing
 from verl_opsd.evaluation.spent import spent, spent_rows
-from verl_opsd.evaluation.standings import model_info, rows_of_run, standing
-from verl_opsd.evidence.chain import lines
-from verl_opsd.evidence.graded import check_episodes
+from verl_opsd.evaluation.standings import Checked, model_info, rows_of_run, standing
 from verl_opsd.evidence.predictions import JUDGED
 from verl_opsd.metering import device_rows, devices_of, tokens_a_second
 from verl_opsd.rundir import RunDir
@@ -169,11 +167,12 @@ def trained_episodes(run: RunDir, opsd: OpsdConfig, episodes: Iterable[Episode])
     return [e for e in episodes if e.split == "train" and int(e.episode_id.split("-")[1]) in rounds]
 
 
-def build_report(run: RunDir, opsd: OpsdConfig, episodes: Sequence[Episode]) -> dict[str, Any]:
+def build_report(run: RunDir, opsd: OpsdConfig, episodes: Sequence[Episode], checked: Checked) -> dict[str, Any]:
     """The report as plain values; see the module's docstring.
 
     Args:
         episodes: of the run's store.
+        checked: the run's evidence, and the state of each episode.
     """
     contract = run.contract()
     stages = run.stages()
@@ -184,8 +183,7 @@ def build_report(run: RunDir, opsd: OpsdConfig, episodes: Sequence[Episode]) -> 
     branches = [
         t for e in episodes for a in ("agent1", "agent2") for t in build_trajectories([r for r in e.turns if r.agent_id == a])
     ]
-    log = lines(run.path)
-    gates = [x for x in log if not x["gate"].startswith(JUDGED)]
+    gates = [x for x in checked[0] if not x["gate"].startswith(JUDGED)]
     return {
         "recipe": opsd.recipe,
         "scale": opsd.scale,
@@ -193,7 +191,7 @@ def build_report(run: RunDir, opsd: OpsdConfig, episodes: Sequence[Episode]) -> 
         "teacher": opsd.teacher.kind,
         "loss_spec": {"divergence": opsd.loss.divergence, "anchor": opsd.loss.anchor, "reduction": opsd.loss.reduction},
         "contract": contract.hash,
-        "standings": {k: dataclasses.asdict(s) for k, s in _standings(run, log, episodes).items()},
+        "standings": {k: dataclasses.asdict(s) for k, s in _standings(run, checked, episodes).items()},
         "distillation": telemetry(run.path / "telemetry", opsd.loss.epochs),
         "ledger": ledger_or_cause(run, opsd, episodes),
         "loss_by_round": [s["outputs"]["loss"] for s in trained],
@@ -215,9 +213,8 @@ def build_report(run: RunDir, opsd: OpsdConfig, episodes: Sequence[Episode]) -> 
     }
 
 
-def _standings(run: RunDir, log: Sequence[Mapping[str, Any]], episodes: Sequence[Episode]) -> dict[str, Standing]:
-    checked = log, check_episodes(run.path, log)
-    rows = rows_of_run(episodes, log)
+def _standings(run: RunDir, checked: Checked, episodes: Sequence[Episode]) -> dict[str, Standing]:
+    rows = rows_of_run(episodes, checked[0])
     return {k: standing(k, own, model_info(run.path, own, k.partition("@")[0], v, checked)) for k, v, own in rows}
 
 

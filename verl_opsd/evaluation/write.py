@@ -17,9 +17,11 @@ from verl_opsd.evaluation.page.measure import Page, as_json, measure
 from verl_opsd.evaluation.page.render import render
 from verl_opsd.evaluation.report import build_report
 from verl_opsd.evaluation.sources import require_one_contract
-from verl_opsd.evidence.chain import verify
+from verl_opsd.evaluation.standings import Checked
+from verl_opsd.evidence.chain import lines, verify
 from verl_opsd.evidence.claims import claims
 from verl_opsd.evidence.copies import warning
+from verl_opsd.evidence.graded import check_episodes
 from verl_opsd.evidence.predictions import record
 from verl_opsd.rundir import RunDir, write_json
 
@@ -32,10 +34,11 @@ def write_report(run: RunDir, opsd: OpsdConfig, options: Options | None = None) 
     is raised, and what was measured is there.
     """
     episodes = read_episodes(run)
-    report = build_report(run, opsd, episodes)
+    checked = _checked(run)
+    report = build_report(run, opsd, episodes, checked)
     write_json(run.report, report)
     try:
-        data = gather(run, run.path.resolve().name, report, episodes)
+        data = gather(run, run.path.resolve().name, report, episodes, checked[1])
         page = measure([data])
         record(run.path, page.judged[data.name])
         data.log, data.findings = verify(run.path)
@@ -82,7 +85,8 @@ def write_comparison(
     for run, name in zip(runs, short.values(), strict=True):
         _, opsd = read_meta(run)
         episodes = read_episodes(run)
-        data.append(gather(run, name, build_report(run, opsd, episodes), episodes))
+        checked = _checked(run)
+        data.append(gather(run, name, build_report(run, opsd, episodes, checked), episodes, checked[1]))
     page = measure(data, None if teacher is None else short[teacher.resolve()], [short[p.resolve()] for p in reruns])
     said = {
         "runs": {d.name: str(d.run.path) for d in data},
@@ -93,6 +97,11 @@ def write_comparison(
     write_json(target / "comparison.json", said)
     _write_text(target / "comparison.html", render(page, options))
     return target / "comparison.html"
+
+
+def _checked(run: RunDir) -> Checked:
+    log = lines(run.path)
+    return log, check_episodes(run.path, log)
 
 
 def _more(page: Page, data: RunData) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.page.kl_join import RowKey, join
 from verl_opsd.evaluation.report import epoch_of, trained_episodes
 from verl_opsd.evidence.chain import Finding, verify
-from verl_opsd.evidence.graded import State, check_episodes
+from verl_opsd.evidence.graded import State
 from verl_opsd.evidence.invalidation import Mark, marks
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.branches import build_trajectories
@@ -83,11 +83,13 @@ def read_episodes(run: RunDir) -> list[Episode]:
         return list(pool.map(store.read, store.ids()))
 
 
-def gather(run: RunDir, name: str, report: dict[str, Any], episodes: Sequence[Episode]) -> RunData:
+def gather(
+    run: RunDir, name: str, report: dict[str, Any], episodes: Sequence[Episode], states: Mapping[str, tuple[State, str]]
+) -> RunData:
     """Reads the rest of a run.
 
     Args:
-        report: ``report.json``'s content. episodes: of the run's store.
+        report: ``report.json``'s content. episodes: of the run's store. states: of each episode.
     """
     meta, opsd = read_meta(run)
     log, findings = verify(run.path)
@@ -101,7 +103,7 @@ def gather(run: RunDir, name: str, report: dict[str, Any], episodes: Sequence[Ep
         episodes=list(episodes),
         log=log,
         findings=findings,
-        states=check_episodes(run.path, log),
+        states=dict(states),
         marks=marks(run.path),
         stages=run.stages(),
     )

@@ -122,7 +122,12 @@ def standings(models: Sequence[Model], found: Sequence[Standing], numbering: Num
         "How patches met (pairs) and what became of features; each feature has one cause, the first that holds from left to right.",
         head("<", *(_WORDS.get(x, x) for x in merges), *(_WORDS.get(x, x) for x in causes)),
         [
-            row(cell(m.label), *(cell(s.merges.get(x, 0)) for x in merges), *(cell(s.causes.get(x, 0)) for x in causes))
+            row(
+                cell(m.label, keep=True),
+                *(cell(s.merges.get(x, 0)) for x in merges),
+                *(cell(s.causes.get(x, 0)) for x in causes),
+                kind=standing_of(m)[0],
+            )
             for m, s in zip(models, found, strict=True)
         ],
     )
@@ -136,7 +141,10 @@ def standings(models: Sequence[Model], found: Sequence[Standing], numbering: Num
     fourth = numbering.table(
         "Who did a pair's work, from each patch alone on both suites.",
         head("<", *(_WORDS.get(x, x) for x in work)),
-        [row(cell(m.label), *(cell(s.work.get(x, 0)) for x in work)) for m, s in zip(models, found, strict=True)],
+        [
+            row(cell(m.label, keep=True), *(cell(s.work.get(x, 0)) for x in work), kind=standing_of(m)[0])
+            for m, s in zip(models, found, strict=True)
+        ],
     )
     return [*out, third, fourth]
 
@@ -154,7 +162,7 @@ def comparisons(found: Sequence[Comparison], models: Sequence[Model], numbering:
         "<",
         "<metric",
         "<verdict",
-        "common pairs",
+        ("pairs", "pairs that both were scored on"),
         "baseline",
         "model",
         "difference",
@@ -188,6 +196,7 @@ def comparisons(found: Sequence[Comparison], models: Sequence[Model], numbering:
             f"Against {found[0].baseline}, on common pairs; differences in percentage points. {found[0].test[0].upper()}{found[0].test[1:]}; noise floor: {'; '.join(floors)}.",
             heads,
             rows,
+            known=True,
         )
     ]
 
