@@ -217,8 +217,8 @@ DETACH = {
 @pytest.mark.parametrize("attempt", DETACH)
 def test_nothing_runs_on(make, attempt, end):
     sandbox = make()
-    wait = "trap '' TERM; sleep 60; sleep 60" if end == "timeout" else "sleep 0.4"
-    result = bash(sandbox, f"{DETACH[attempt]}\n{wait}", timeout_s=0.6 if end == "timeout" else 10)
+    wait = "trap '' TERM; sleep 60; sleep 60" if end == "timeout" else "until [ -e beat ]; do sleep 0.1; done; sleep 0.2"
+    result = bash(sandbox, f"{DETACH[attempt]}\n{wait}", timeout_s=2 if end == "timeout" else 30)
     assert result.timed_out is (end == "timeout")
     assert processes_of(sandbox.uid) == set()
     beat = sandbox.spec.workspace / "repo" / "beat"
