@@ -2,11 +2,13 @@
 
     python benchmarks/tasks.py [DATASET ...]
 
-DATASET: folders in CooperBench's layout, prepared and qualified before; the pocket tasks are always shown.
+DATASET: folders in CooperBench's layout, prepared and qualified before. The pocket tasks are always shown; those that are not measured yet
+are measured now.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import re
 import sys
@@ -16,8 +18,8 @@ from demo import ROOT, machine
 
 from verl_opsd.cooperbench.dataset import POCKET_DIR, discover, load_subset
 from verl_opsd.cooperbench.feature_table import load_table
-from verl_opsd.cooperbench.prepare import is_prepared, load_prepared
-from verl_opsd.cooperbench.qualification import gold_merge
+from verl_opsd.cooperbench.prepare import is_prepared, load_prepared, prepare
+from verl_opsd.cooperbench.qualification import gold_merge, qualify
 from verl_opsd.paths import cache_dir
 
 
@@ -58,9 +60,16 @@ def pocket_pairs() -> str:
 
 def main() -> None:
     """Pastes both tables between their markers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("datasets", nargs="*", type=Path, metavar="DATASET")
+    args = parser.parse_args()
+    for task in discover(POCKET_DIR):
+        prepared = prepare(task.task_dir, None, cache_dir())
+        if load_table(prepared) is None:
+            qualify(task.task_dir, prepared)
     path = ROOT / "docs" / "tasks.md"
     stamp = f"Measured {datetime.date.today()} on {machine()}.\n\n"
-    tables = {"pairs": pocket_pairs(), "features": stamp + features([POCKET_DIR, *map(Path, sys.argv[1:])])}
+    tables = {"pairs": pocket_pairs(), "features": stamp + features([POCKET_DIR, *args.datasets])}
     for name, text in tables.items():
         marked = re.compile(rf"(<!-- tasks:{name} -->\n).*?(<!-- /tasks -->)", re.DOTALL)
         path.write_text(marked.sub(lambda m, text=text: m[1] + text + m[2], path.read_text()))  # type: ignore[misc]
