@@ -43,7 +43,7 @@ def test_engine_fault_stops_the_peer_whatever_it_does(play, pair, peer_does):
     second = Script([peer_does])
     with pytest.raises(InfraFault) as caught:
         play(Script([until(lambda: bool(second.seen), dies)]), second)
-    assert time.monotonic() - raised[0] < 3
+    assert time.monotonic() - raised[0] < 20  # 1 s on an idle machine; what the peer does takes 60
     assert caught.value.kind == "engine_died" and pair.key in str(caught.value) and "turn 2" in str(caught.value)
     assert caught.value.__cause__ is ENGINE
     assert len(second.seen) <= 2
