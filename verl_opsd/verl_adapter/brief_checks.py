@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +12,18 @@ from verl_opsd.cooperbench.pair_briefs import base_tree, briefs_of, material, re
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
 from verl_opsd.privilege import Audit, Brief, NoBrief, audit, distinct_texts, require_answer_free
-from verl_opsd.rundir import RunDir
+from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.verl_adapter.requirements import tokenizer_of
 
 
 @dataclass(frozen=True)
 class MadeBriefs:
-    """The briefs of a run's pairs, their audits, and the tokens of the longest."""
+    """The briefs of a run's pairs, their audits, the tokens of the longest, and for each brief its pair and agent."""
 
     briefs: tuple[Brief, ...]
     audits: tuple[Audit, ...]
     longest: int
+    owners: tuple[tuple[str, str], ...]
 
 
 def check_briefs(opsd: OpsdConfig, pairs: list[PairTask], student_path: str) -> MadeBriefs:
@@ -34,6 +36,7 @@ def check_briefs(opsd: OpsdConfig, pairs: list[PairTask], student_path: str) -> 
         require_workflows(pairs, opsd.brief.files)
     made: list[Brief] = []
     audits: list[Audit] = []
+    owners: list[tuple[str, str]] = []
     for pair in pairs:
         for agent, brief in briefs_of(
             pair, opsd.brief.name, allow_answer=opsd.brief.allow_answer, files=opsd.brief.files
@@ -46,12 +49,13 @@ def check_briefs(opsd: OpsdConfig, pairs: list[PairTask], student_path: str) -> 
             require_answer_free(brief, found, f"{pair.key} {agent}")
             made.append(brief)
             audits.append(found)
+            owners.append((pair.key, agent))
     tokenizer = tokenizer_of(student_path)
     longest = max((len(b.ids(tokenizer)) for b in made), default=0)
     from verl_opsd.verl_adapter.teacher_checks import teacher_positions
 
     check_views(opsd, longest, teacher_positions(opsd, student_path))
-    return MadeBriefs(tuple(made), tuple(audits), longest)
+    return MadeBriefs(tuple(made), tuple(audits), longest, tuple(owners))
 
 
 def positions_of(path: str) -> int | None:
@@ -151,7 +155,12 @@ def record_worth(run: RunDir, passed: bool, detail: str) -> None:
 
 
 def record_briefs(run: RunDir, opsd: OpsdConfig, made: MadeBriefs) -> None:
-    """Appends the audit to ``evidence.jsonl``; of answers the kind, never the text."""
+    """Appends the audit to ``evidence.jsonl``, and writes which brief each agent's teacher reads; of answers the kind, never the text."""
+    named: dict[str, dict[str, dict[str, str]]] = {}
+    for (pair, agent), brief in zip(made.owners, made.briefs, strict=True):
+        digest = hashlib.sha256(brief.text.encode()).hexdigest()
+        named.setdefault(pair, {})[agent] = {"name": brief.name, "kind": brief.kind, "text_sha256": digest}
+    write_json(run.path / "briefs.json", named)
     verdicts = sorted({a.verdict for a in made.audits})
     free = sum(a.answer_free for a in made.audits)
     derivable = min((a.derivable for a in made.audits), default=1.0)
