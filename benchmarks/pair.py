@@ -244,7 +244,7 @@ class Bench:
         batch = self.batch(context)
         passes = passes_of(batch)
         exact_NH = teacher.score(passes).hidden_NH
-        products = fp8.convert(teacher._model)
+        products = teacher.to_fp8()
         free()
         work = lambda: teacher.score(passes)  # noqa: E731
         self.row(context, "teacher, FP8", work, context, 2 * teacher_n * context, lambda: f"{products} products")

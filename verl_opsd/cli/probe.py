@@ -47,6 +47,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     probe.add_argument("--arms", nargs="+", help="default: brief wrong_task shuffled content_free")
     probe.add_argument("--placements", nargs="+", choices=("system", "last_user"), default=["system", "last_user"])
     probe.add_argument("--teacher-run", type=Path, help="run whose trajectories the teacher wrote: are they teachable?")
+    probe.add_argument(
+        "--fp8", action="store_true", help="also measure an FP8 teacher's error beside the signal, into fp8.json"
+    )
     probe.add_argument("--gates", type=Path, help=f"JSON file with {', '.join(GATES)}, written before the probe")
     probe.add_argument("--out", type=Path, help="default: RUN/probe")
     probe.set_defaults(func=run_probe)
@@ -111,11 +114,13 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
     """Measures, writes ``probe.json`` and ``probe.html``, appends the verdicts to the run's ``evidence.jsonl``."""
     import torch
 
+    from verl_opsd.probe.fp8 import measure_fp8
     from verl_opsd.probe.html import report
     from verl_opsd.probe.measure import measure, summary, teachability
     from verl_opsd.probe.recovery import recover
     from verl_opsd.probe.states import ARMS, read_branches
     from verl_opsd.rundir import RunDir, write_json
+    from verl_opsd.teachers.fp8 import STATISTICS
 
     console = console or Console()
     run, meta, tokenizer, choice, student, teacher = _open(args)
@@ -153,6 +158,12 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
     result["gates"] = verdicts
     out = args.out or run.path / "probe"
     write_json(out / "probe.json", result)
+    if args.fp8:
+        named = args.teacher or args.student or meta["student"]
+        found = measure_fp8(branches, teacher, tokenizer, choice, args.placements[0], named)
+        found.write(out / "fp8.json")
+        shown = ", ".join(f"{k} {found.signal[k]:.2g} against {found.error[k]:.2g}" for k in STATISTICS)
+        console.print(f"FP8 teacher, signal against error in nats: {shown}; {out / 'fp8.json'}", soft_wrap=True)
     (out / "probe.html").write_text(report(probe, result, verdicts, tokenizer, f"Probe of {choice.name}"), encoding="utf-8")
     for placement, tables in result["effect"].items():
         table = Table(

@@ -22,6 +22,8 @@ class ModelTeacher:
             config are compared with the student's.
         devices: of ``device``, device slots of its workers. ranks: slots that hold one copy of the model together (FSDP2).
         dtype: of ``device``, weights and compute.
+        fp8: of ``device``, file of ``opsd probe --fp8``: matrix products in FP8 (e4m3), where the conditioning signal stands ten times above
+            the error that this makes; null: none of that.
         cache: keep its signal on disk, shared by epochs and runs.
         url: of ``server``, e.g. ``http://host:8000``. requests: that may be under way at a time.
     """
@@ -31,6 +33,7 @@ class ModelTeacher:
     devices: int = 1
     ranks: int = 1
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    fp8: str | None = None
     cache: bool = False
     url: str | None = None
     requests: int = 4
@@ -86,12 +89,12 @@ def teacher_contradictions(teacher: TeacherConfig, loss: LossConfig) -> None:
             "name members, e.g. +opsd.teacher.members.NAME={kind: device, path: MODEL, tasks: ['*']}, or remove them",
         )
     models["opsd.teacher"] = teacher
-    used = {"device": ("path", "devices", "ranks", "dtype", "cache"), "server": ("path", "cache", "url", "requests")}
+    used = {"device": ("path", "devices", "ranks", "dtype", "fp8", "cache"), "server": ("path", "cache", "url", "requests")}
     for where, m in models.items():
         reads = used.get(m.kind, ())
         ignored = [
             k
-            for k in ("path", "devices", "ranks", "cache", "url", "requests")
+            for k in ("path", "devices", "ranks", "fp8", "cache", "url", "requests")
             if k not in reads and getattr(m, k) != getattr(blank, k)
         ]
         if ignored:
@@ -112,6 +115,12 @@ def teacher_contradictions(teacher: TeacherConfig, loss: LossConfig) -> None:
                 f"{where}.devices={m.devices} ranks={m.ranks} requests={m.requests}",
                 "each is 1 or more, and devices are a multiple of ranks, the devices of one copy of the model",
                 "correct the numbers",
+            )
+        if m.fp8 is not None and (m.dtype != "bfloat16" or m.ranks > 1):
+            refuse(
+                f"{where}.fp8={m.fp8} with {where}.dtype={m.dtype} ranks={m.ranks}",
+                "FP8 takes the place of a bfloat16 teacher's products, on a device that holds it whole",
+                f"set {where}.dtype=bfloat16 and ranks=1, or leave {where}.fp8 out",
             )
         wanted = "teacher_topk" if not loss.spec().sampled else "full"
         if m.kind == "server" and loss.support != wanted:

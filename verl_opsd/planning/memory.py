@@ -73,9 +73,9 @@ def student_bytes(shape: ModelShape, rank: int) -> float:
     return BF16 * shape.parameters + TRAINED * shape.lora_parameters(rank)
 
 
-def teacher_bytes(shape: ModelShape) -> float:
-    """Weights in bf16."""
-    return float(BF16 * shape.parameters)
+def teacher_bytes(shape: ModelShape, fp8: bool = False) -> float:
+    """Weights in bf16; of an FP8 teacher those of the layers in one byte each."""
+    return float(BF16 * shape.parameters - (shape.body if fp8 else 0))
 
 
 def score_bytes(shape: ModelShape, tokens: int, part: int) -> float:

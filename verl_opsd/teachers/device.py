@@ -54,12 +54,14 @@ class DeviceTeacher:
         name: str,
         adapter: str | None = None,
         mesh: DeviceMesh | None = None,
+        fp8: bool = False,
     ):
         """
         Args:
             path: folder in Hugging Face layout or a hub name, of a causal language model.
             dtype: of weights and compute.
             adapter: folder of a LoRA adapter in PEFT's layout, merged into the weights.
+            fp8: run its matrix products in e4m3 (``teachers.fp8``).
             mesh: 1-D, the ranks that hold one copy of the model together; every one of them builds the teacher. None: this device holds it.
 
         Raises:
@@ -75,7 +77,7 @@ class DeviceTeacher:
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
         if torch.device(device).type == "cpu":
             out_of_the_file(model)
-        self._take(model, dtype, device, name, mesh)
+        self._take(model, dtype, device, name, mesh, fp8)
 
     @classmethod
     def of(cls, model: Any, dtype: torch.dtype, device: torch.device | str, name: str) -> DeviceTeacher:
@@ -85,7 +87,13 @@ class DeviceTeacher:
         return self
 
     def _take(
-        self, model: Any, dtype: torch.dtype, device: torch.device | str, name: str, mesh: DeviceMesh | None = None
+        self,
+        model: Any,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        name: str,
+        mesh: DeviceMesh | None = None,
+        fp8: bool = False,
     ) -> None:
         self.name, self.device, self.dtype = name, torch.device(device), dtype
         hybrid = kernels.is_hybrid(model)
@@ -96,6 +104,8 @@ class DeviceTeacher:
         model = model.eval().requires_grad_(False)
         self._head: nn.Linear = model.get_output_embeddings()
         self._model = model.to(self.device) if mesh is None else _sharded(model, self._head, mesh, self.device)
+        if fp8:
+            self.to_fp8()
         self._limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.part = PART
         self.tokens = 0
@@ -106,6 +116,12 @@ class DeviceTeacher:
                 "a device teacher's distribution is its hidden states under its vocabulary weight alone: no scale, cap or bias",
                 "use a model whose logits are the plain output of its head",
             )
+
+    def to_fp8(self) -> int:
+        """Puts its matrix products into FP8 (``teachers.fp8.convert``), for good; how many."""
+        from verl_opsd.teachers.fp8 import convert
+
+        return convert(self._model)
 
     @property
     def weight_VH(self) -> Tensor:
@@ -137,6 +153,8 @@ class DeviceTeacher:
     @torch.no_grad()
     def continue_greedily(self, ids_T: Tensor, count: int, end: int) -> Tensor:
         """int64[<= count] the most probable continuation of one sequence, up to and with the token ``end``."""
+        if self.carries:  # transformers' loop gives a mask, which attention over carried keys does not read
+            return self._continue_carrying(ids_T, count, end)
         asked = ids_T[None].to(self.device)
         out = self._model.generate(
             asked,
@@ -147,6 +165,16 @@ class DeviceTeacher:
             pad_token_id=end,
         )
         return out[0, len(ids_T) :].cpu()
+
+    def _continue_carrying(self, ids_T: Tensor, count: int, end: int) -> Tensor:
+        state, start = CarriedState(), 0
+        said: list[int] = []
+        while len(said) < count and (not said or said[-1] != end):
+            hidden_1H = self._hidden(ids_T, torch.tensor([len(ids_T) - 1]), state, start)
+            start += len(ids_T)
+            said.append(int(F.linear(hidden_1H, self.weight_VH).argmax()))
+            ids_T = torch.tensor(said[-1:])
+        return torch.tensor(said, dtype=torch.int64)
 
     def _current(self) -> AbstractContextManager[Any]:
         """Makes its device the current one: a fused kernel is launched there, wherever its tensors are."""

@@ -8,7 +8,10 @@ Suffixes: M tokens, I in features, O out features, N positions, H hidden size, V
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +24,8 @@ from verl_opsd.models.kernels import is_hybrid
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
+#: Compute capability from which a CUDA device multiplies e4m3.
+CAPABILITY = (8, 9)
 #: Products with a smaller side gain nothing.
 SMALLEST = 256
 #: How far the conditioning signal stands above the error of the precision, at every statistic of :data:`STATISTICS`.
@@ -67,8 +72,11 @@ def convert(model: nn.Module) -> int:
         How many.
 
     Raises:
-        OpsdError: another kind of model, or one with adapters or gradients.
+        OpsdError: another kind of model, one with adapters or gradients, or a CUDA device that can't multiply e4m3.
     """
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        require_device(torch.cuda.get_device_capability(device))
     if not is_hybrid(model) or any(p.requires_grad for p in model.parameters()):
         raise OpsdError(
             f"FP8 for {type(model).__name__}",
@@ -126,3 +134,78 @@ def require(measured: Mapping[str, float], signal: Mapping[str, float]) -> None:
             f"the signal stands {FACTOR:g} times above the error of the precision",
             "keep the teacher in bf16",
         )
+
+
+def require_device(capability: tuple[int, int] | None) -> None:
+    """
+    Args:
+        capability: of a CUDA device; None: there is none.
+
+    Raises:
+        OpsdError: it has no FP8 products.
+    """
+    if capability is None or capability < CAPABILITY:
+        found = "no CUDA device" if capability is None else f"a CUDA device of capability {capability[0]}.{capability[1]}"
+        raise OpsdError(
+            f"an FP8 teacher on {found}",
+            f"products in e4m3 need capability {CAPABILITY[0]}.{CAPABILITY[1]} (Ada, Hopper) or later",
+            "leave opsd.teacher.fp8 out",
+        )
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What ``opsd probe --fp8`` found on one run's states.
+
+    Attributes:
+        teacher, brief, placement: of what. dtype: of the exact teacher. positions: how many.
+        error: :func:`error`. signal: :func:`statistics` of KL(teacher without the brief || teacher with it), the exact teacher's, nats.
+    """
+
+    teacher: str
+    dtype: str
+    brief: str
+    placement: str
+    positions: int
+    error: dict[str, float]
+    signal: dict[str, float]
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def read(path: Path) -> Measurement:
+    """A file that :meth:`Measurement.write` wrote.
+
+    Raises:
+        OpsdError: there is none, or it is something else.
+    """
+    try:
+        found = Measurement(**json.loads(path.read_text()))
+        numbers = [*(found.error[k] for k in STATISTICS), *(found.signal[k] for k in STATISTICS), found.positions]
+        if not all(isinstance(v, (int, float)) and v >= 0 for v in numbers):
+            raise ValueError("a number below 0, or none")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise OpsdError(
+            f"opsd.teacher.fp8={path}: {error}",
+            "FP8 is used where its error was measured on a run's states, beside the signal",
+            "measure it: opsd probe RUN --teacher MODEL --fp8",
+        ) from error
+    return found
+
+
+def require_measured(found: Measurement, teacher: str, brief: str, placement: str) -> None:
+    """:func:`require`, for the teacher, brief and placement of a run.
+
+    Raises:
+        OpsdError: the measurement is of something else, of no position, or the signal does not stand far enough above the error.
+    """
+    asked, measured = (teacher, brief, placement), (found.teacher, found.brief, found.placement)
+    if asked != measured or found.positions < 1 or found.dtype != "bfloat16":
+        raise OpsdError(
+            f"an FP8 measurement of teacher, brief, placement {measured} in {found.dtype} at {found.positions} positions for {asked}",
+            "the error and the signal are those of the run's own teacher in bfloat16 and its brief",
+            "measure it: opsd probe RUN --teacher MODEL --fp8 --dtype bfloat16",
+        )
+    require(found.error, found.signal)

@@ -168,11 +168,12 @@ def needs(
     for name, its in models_of(opsd).items():
         if its.kind == "device":
             shape = teachers[name]
+            whole = memory.teacher_bytes(shape, fp8=True) if its.fp8 else BYTES[its.dtype] * shape.parameters
             out.append(
                 Need(
                     f"a worker of teacher {name} at {tokens + BRIEF} tokens",
                     {
-                        "weights": BYTES[its.dtype] * shape.parameters / its.ranks,
+                        "weights": whole / its.ranks,
                         "gathered": planner.gathered_bytes(shape, its.ranks),
                         "at work": memory.score_bytes(shape, tokens + BRIEF, planner.PART),
                     },

@@ -26,6 +26,7 @@ from verl_opsd.errors import InfraFault, OpsdError
 from verl_opsd.metering import Meter, Sample, here
 from verl_opsd.teachers.base import Pass, Voice, slots_of
 from verl_opsd.teachers.device import TOLERANCE, DeviceTeacher, check_passes
+from verl_opsd.teachers.fp8 import require_device
 
 #: Seconds that loading the model and that one call may take; calls that a replica has at a time, the one that it works on included.
 START_TIMEOUT_S, SCORE_TIMEOUT_S, IN_FLIGHT = 1800.0, 900.0, 2
@@ -57,8 +58,9 @@ def own_device() -> torch.device:
 class TeacherWorker:
     """Ray actor around one :class:`DeviceTeacher`. The model is loaded by :meth:`load`, so that a refusal arrives as what it is."""
 
-    def __init__(self, path: str, dtype: str, name: str):
+    def __init__(self, path: str, dtype: str, name: str, fp8: bool = False):
         self._path, self._dtype, self._name, self._rank = path, getattr(torch, dtype), name, 0
+        self._fp8 = fp8
         self._meter: Meter | None = None
 
     def meeting_point(self) -> str:
@@ -71,6 +73,8 @@ class TeacherWorker:
         """Loads the model, or this rank's part of it; once."""
         mesh, device = None, own_device()
         self._rank = rank
+        if self._fp8:
+            require_device(torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
         if ranks > 1:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -78,7 +82,7 @@ class TeacherWorker:
             timeout = timedelta(seconds=SCORE_TIMEOUT_S)
             dist.init_process_group(backend, init_method=meet, rank=rank, world_size=ranks, timeout=timeout)
             mesh = dist.init_device_mesh(device.type, (ranks,))
-        self._teacher = DeviceTeacher(self._path, self._dtype, device, self._name, mesh=mesh)
+        self._teacher = DeviceTeacher(self._path, self._dtype, device, self._name, mesh=mesh, fp8=self._fp8)
         return TeacherFacts(self._teacher.head_error, self._teacher.probe(), self._teacher.voice, *self._teacher.limits)
 
     def head_weight(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from verl_opsd.config import OpsdConfig
@@ -26,6 +27,8 @@ def check_teachers(opsd: OpsdConfig, student_path: str) -> None:
         where = "opsd.teacher" if opsd.teacher.kind != "routed" else f"opsd.teacher.members.{name}"
         assert model.path is not None
         check_model_path(model.path, f"{where}.path")
+        if model.fp8 is not None:
+            check_fp8(opsd, model.path, model.fp8)
         check_tokens(student_path, model.path, where)
         limit = _limit(opsd, name, model, student_path)
         context = opsd.contract.context_length
@@ -35,6 +38,22 @@ def check_teachers(opsd: OpsdConfig, student_path: str) -> None:
                 f"the student has {_vocabulary(student_path)} rows, and opsd.contract.context_length={context} tokens are scored",
                 "choose a teacher of the student's family, or lower the context length",
             )
+
+
+def check_fp8(opsd: OpsdConfig, teacher: str, file: str) -> None:
+    """An FP8 teacher was measured with this run's brief, and this host's devices can run it; without one, its workers look at theirs.
+
+    Raises:
+        OpsdError: see :func:`verl_opsd.teachers.fp8.read`, ``require_measured`` and ``require_device``.
+    """
+    import torch
+
+    from verl_opsd.teachers import fp8
+
+    fp8.require_measured(fp8.read(Path(file).expanduser()), teacher, opsd.brief.name, opsd.brief.placement)
+    here = torch.cuda.is_available()
+    if here or not opsd.scale.startswith("gpu"):
+        fp8.require_device(torch.cuda.get_device_capability() if here else None)
 
 
 def check_tokens(student_path: str, teacher_path: str, where: str = "opsd.teacher") -> None:

@@ -202,7 +202,9 @@ def start_teachers(opsd: OpsdConfig, slots: dict[str, Any], vocabulary: int, tok
             if model.kind == "server"
             else _device_pool(name, model, slots[f"{POOL}_{number}"])
         )
-        dtype = model.dtype if model.kind == "device" else f"server top {opsd.loss.top_k or 0}"
+        dtype = (
+            model.dtype + "|fp8" * (model.fp8 is not None) if model.kind == "device" else f"server top {opsd.loss.top_k or 0}"
+        )
         key = TeacherKey(model.path, "", dtype, tokenizer, f"{brief.name}|{brief.placement}|{brief.user_turn}")
         actor = ray.remote(TeacherQueue).options(name=actor_name(number), num_cpus=0, max_concurrency=1000)
         actors.append(actor.remote(pool, key if model.cache else None))
@@ -219,7 +221,8 @@ def _device_pool(name: str, model: ModelTeacher, slots: Any) -> TeacherPool:
     from verl.single_controller.ray import RayClassWithInitArgs
     from verl.utils.device import get_device_name
 
-    make = RayClassWithInitArgs(ray.remote(TeacherWorker), path=model.path, dtype=model.dtype, name=name)
+    fp8 = model.fp8 is not None
+    make = RayClassWithInitArgs(ray.remote(TeacherWorker), path=model.path, dtype=model.dtype, name=name, fp8=fp8)
     groups = slots.get_placement_groups(device_name=get_device_name())
     replicas = model.devices // model.ranks
     return TeacherPool(name, getattr(torch, model.dtype), lambda slot: make(groups[slot], 0), replicas, model.ranks)

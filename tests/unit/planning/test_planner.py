@@ -71,6 +71,12 @@ def test_predictions_are_near_what_an_h200_measured(context: int, side: str, sec
     assert time == pytest.approx(seconds, rel=0.2)
 
 
+def test_an_fp8_teacher_takes_a_byte_a_weight() -> None:
+    """The row "teacher, FP8" at 32,768: 53.5 GB with the student beside it."""
+    teacher = memory.teacher_bytes(TEACHER, fp8=True) + memory.score_bytes(TEACHER, 33768, planner.PART)
+    assert (memory.student_bytes(STUDENT, 32) + teacher) / 1e9 == pytest.approx(53.5, rel=0.1)
+
+
 #: The experiments' own table: devices of student and teacher, largest context, the teacher's peak in GB (None: not told apart).
 SHARDING = ((Layout(1, 0), 8192, None), (Layout(2, 1), 16384, 57.0), (Layout(3, 1), 24576, 59.0))
 

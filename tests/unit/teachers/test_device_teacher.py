@@ -221,3 +221,21 @@ def test_a_loss_position_inside_the_trunk_is_scored(hybrid: tuple[DeviceTeacher,
     assert hidden is not None
     torch.testing.assert_close(hidden[:3], plain_hidden(plain, one), rtol=1e-3, atol=3e-4)
     torch.testing.assert_close(hidden[3:], plain_hidden(plain, two), rtol=1e-3, atol=3e-4)
+
+
+@pytest.mark.parametrize("part", [16384, 16])
+@pytest.mark.parametrize("make", [make_tiny, make_tiny_hybrid])
+def test_greedy_continuation_is_the_argmax_of_whole_forwards(make, part: int, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = make(tmp_path / "model", seed=5)
+    teacher = DeviceTeacher(str(path), torch.float32, "cpu", "t")
+    teacher.part = part
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    ids, want = ids_of(40, 9), []
+    for _ in range(6):
+        with torch.no_grad():
+            want.append(
+                int(model(input_ids=torch.cat([ids, torch.tensor(want, dtype=torch.int64)])[None]).logits[0, -1].argmax())
+            )
+    assert teacher.continue_greedily(ids, 6, -1 if make is make_tiny_hybrid else 2047).tolist() == want
+    stop = want[2]
+    assert teacher.continue_greedily(ids, 6, stop).tolist() == want[: want.index(stop) + 1]

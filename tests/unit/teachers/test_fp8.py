@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -79,3 +81,50 @@ def test_a_signal_near_the_error_is_refused() -> None:
         fp8.require(measured, weak)
     with pytest.raises(OpsdError, match="mean"):
         fp8.require(measured, weak | {"mean": math.nan})
+
+
+ERROR = {"mean": 1e-3, "median": 1e-4, "p90": 2e-3, "p99": 1e-2, "max": 0.1}
+FOUND = fp8.Measurement("model", "bfloat16", "peer_spec", "system", 40, ERROR, {k: 11 * v for k, v in ERROR.items()})
+
+
+def test_a_measurement_survives_its_file_and_is_held_against_the_run(tmp_path: Path) -> None:
+    FOUND.write(tmp_path / "fp8.json")
+    assert fp8.read(tmp_path / "fp8.json") == FOUND
+    fp8.require_measured(FOUND, "model", "peer_spec", "system")
+    for asked in (("other", "peer_spec", "system"), ("model", "process", "system"), ("model", "peer_spec", "last_user")):
+        with pytest.raises(OpsdError, match="measure it"):
+            fp8.require_measured(FOUND, *asked)
+    for change in ({"positions": 0}, {"dtype": "float32"}):
+        with pytest.raises(OpsdError, match="measure it"):
+            fp8.require_measured(dataclasses.replace(FOUND, **change), "model", "peer_spec", "system")
+    weak = dataclasses.replace(FOUND, signal={k: 9 * v for k, v in ERROR.items()})
+    with pytest.raises(OpsdError, match="10 times above"):
+        fp8.require_measured(weak, "model", "peer_spec", "system")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "", "[]", "{}", json.dumps(dataclasses.asdict(FOUND) | {"error": {"mean": 1.0}}), json.dumps({"teacher": "x"})],
+)
+def test_a_file_that_is_no_measurement_is_refused(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "fp8.json").write_text(text)
+    with pytest.raises(OpsdError, match=r"opsd probe RUN --teacher MODEL --fp8"):
+        fp8.read(tmp_path / "fp8.json")
+
+
+def test_a_device_without_fp8_products_is_refused() -> None:
+    fp8.require_device((8, 9))
+    fp8.require_device((9, 0))
+    fp8.require_device((12, 0))
+    for capability, named in ((None, "no CUDA device"), ((8, 6), "capability 8.6"), ((7, 5), "capability 7.5")):
+        with pytest.raises(OpsdError, match=named):
+            fp8.require_device(capability)
+
+
+def test_a_device_teacher_is_built_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "SMALLEST", 32)
+    path = str(make_tiny_hybrid(tmp_path / "teacher", seed=3))
+    asked, later = DeviceTeacher(path, torch.float32, "cpu", "t", fp8=True), DeviceTeacher(path, torch.float32, "cpu", "t")
+    assert later.to_fp8() == 25 and sum(isinstance(m, fp8.Fp8Linear) for m in asked._model.modules()) == 25
+    assert torch.equal(asked.probe(), later.probe())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -118,6 +119,11 @@ def test_every_training_pair_needs_its_workflow(student, tmp_path):
     record_briefs(run, config(brief), made)
     (line,) = map(json.loads, (tmp_path / "evidence.jsonl").read_text().splitlines())
     assert (line["gate"], line["value"], line["threshold"]) == ("brief_audit", 0, None) and "leaks answer" in line["detail"]
+    written = json.loads((tmp_path / "briefs.json").read_text())
+    assert set(written) == {p.key for p in PAIRS[1:]}
+    for n, (pair, agent) in enumerate(made.owners):
+        digest = hashlib.sha256(made.briefs[n].text.encode()).hexdigest()
+        assert written[pair][agent] == {"name": "workflow", "kind": "answer", "text_sha256": digest}
 
 
 @pytest.mark.parametrize(
