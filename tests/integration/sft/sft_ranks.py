@@ -29,14 +29,14 @@ GATE = (3.0, -5.5)
 ANCHOR = 0.7
 
 
-def rows(n: int = 4) -> list[dict[str, torch.Tensor]]:
-    """Rows of several lengths with two replies each; the last is padding, without any loss."""
+def rows(n: int = 4, first: bool = True) -> list[dict[str, torch.Tensor]]:
+    """Rows of several lengths with two replies each; the last is padding, without any loss. ``first``: whether the first reply has loss."""
     out = []
     for i in range(n - 1):
         g = torch.Generator().manual_seed(40 + i)
         ids = torch.randint(5, V, (9 + 4 * i,), generator=g)
         mask = torch.zeros_like(ids)
-        mask[3:5], mask[-2:] = 1, 1
+        mask[3:5], mask[-2:] = first, 1
         out.append({"input_ids": ids, "loss_mask": mask, "position_ids": torch.arange(len(ids))})
     pad = torch.tensor([1, 1])
     return [*out, {"input_ids": pad, "loss_mask": pad * 0, "position_ids": torch.arange(2)}]
@@ -71,13 +71,15 @@ def build(model: str, lora: bool, packed: bool = True, vendor: str = "opsd_sft",
     return engine
 
 
-def own_rows() -> list[dict[str, torch.Tensor]]:
+def own_rows(first: bool = True) -> list[dict[str, torch.Tensor]]:
     per = len(rows()) // WORLD
-    return rows()[RANK * per : (RANK + 1) * per]
+    return rows(first=first)[RANK * per : (RANK + 1) * per]
 
 
-def step(engine: Any, packed: bool = True, micro: int = 1, dynamic: bool = False, **how: Any) -> dict[str, Any]:
-    data = batch(own_rows(), packed, micro, dynamic, **how)
+def step(
+    engine: Any, packed: bool = True, micro: int = 1, dynamic: bool = False, first: bool = True, **how: Any
+) -> dict[str, Any]:
+    data = batch(own_rows(first), packed, micro, dynamic, **how)
     with engine.train_mode():
         engine.optimizer_zero_grad()
         out = engine.forward_backward_batch(data, LOSS)
@@ -87,10 +89,10 @@ def step(engine: Any, packed: bool = True, micro: int = 1, dynamic: bool = False
     return {"loss": float(total) / WORLD, "grads": grads}
 
 
-def by_hand(model: Any, gate: Any = None, base: Any = None) -> dict[str, Any]:
+def by_hand(model: Any, gate: Any = None, base: Any = None, first: bool = True) -> dict[str, Any]:
     """Cross-entropy from full logits of plain transformers, one sequence at a time, over all loss tokens of the batch."""
     model.zero_grad()
-    every = rows()
+    every = rows(first=first)
     total = sum(int(r["loss_mask"].sum()) for r in every)
     loss = torch.zeros(())
     for row in every:
@@ -167,6 +169,8 @@ def measure() -> dict[str, Any]:
         out[f"{model}-padded"] = distance(step(engine, packed=False, micro=1), want=by_hand(plain(engine, model, False)))
     verls = build("tied", False, vendor="opsd")
     out["verls_own_path"] = distance(step(verls, temperature=1.0), by_hand(plain(verls, "tied", False)))
+    one_turn = build("tied", False)
+    out["one_turn"] = distance(step(one_turn, first=False), by_hand(plain(one_turn, "tied", False), first=False))
     gated = build("tied", False, gate={"kappa": GATE[0], "gamma": GATE[1]})
     out["gate"] = distance(step(gated), by_hand(plain(gated, "tied", False), gate=GATE))
     for lora in (False, True):

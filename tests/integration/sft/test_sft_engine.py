@@ -47,7 +47,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_loss_and_gradients_equal_cross_entropy_by_hand(measured):
     cases = {k: v for k, v in measured.items() if isinstance(v, dict) and "grad" in v}
-    assert len(cases) == 12 + 2 + 1 + 1 + 3
+    assert len(cases) == 12 + 2 + 1 + 1 + 1 + 3
     for name, found in cases.items():
         assert found["loss"] == pytest.approx(found["want"], rel=2e-6), (name, found)
         assert found["grad"] < 1e-4 and found["tensors"] > 10 and found["extra"] == 0, (name, found)
@@ -59,6 +59,11 @@ def test_documents_share_a_forward_and_a_hybrids_layers_keep_them_apart(measured
     for how in ("full", "lora"):
         packed, alone = (measured[f"hybrid-{how}-{k}"] for k in ("packed", "alone"))
         assert packed["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+
+
+def test_a_turn_whose_mask_is_0_is_context_alone(measured):
+    """Against the sum by hand over the other turn, above; the turn left out would have changed it."""
+    assert abs(measured["one_turn"]["loss"] - measured["tied-full-alone"]["loss"]) > 1e-3
 
 
 def test_the_gate_changes_the_loss(measured):

@@ -87,7 +87,8 @@ async def play(
     tool: str = "ok",
     hint: list[int] | None = None,
 ):
-    """Turns and messages of one agent. A reply without a call is refused as the harness refuses it: its message is dropped."""
+    """Turns and messages of one agent. A reply without a call is refused as the harness refuses it: its message is dropped. One that begins
+    with SUMMARY is asked for by the harness, which goes on from it, and keeps it out of the history that it stores."""
     tokenizer = chat_tokenizer()
     builder: Any = Builder(tokenizer)
     if hint:
@@ -95,14 +96,22 @@ async def play(
     gateway = Gateway(Engine(tokenizer, replies), builder, Parser(tokenizer), contract)
     session = gateway.session(episode, agent)
     history = [{"role": "system", "content": f"You are {agent}."}, {"role": "user", "content": task}]
-    for _ in replies:
-        reply = await session.chat(history, TOOLS)
+    shown = history  # what the policy reads; the stored history is more after a summary
+    for text in replies:
+        if isinstance(text, str) and text.startswith("SUMMARY"):
+            reply = await session.chat([{"role": "user", "content": "Sum it up."}], None, kind="summarizer")
+            shown = [*history[:2], {"role": "user", "content": reply.message["content"]}]
+            continue
+        reply = await session.chat(shown, TOOLS)
         if "tool_calls" not in reply.message:
             session.mark(reply.turn, "malformed")
-            history.append({"role": "user", "content": "Use the tool."})
-            continue
-        history.append({**reply.message, "extra": {"turn": reply.turn}})
-        history += [{"role": "tool", "tool_call_id": c["id"], "content": tool} for c in reply.message["tool_calls"]]
+            said = [{"role": "user", "content": "Use the tool."}]
+        else:
+            said = [{**reply.message, "extra": {"turn": reply.turn}}]
+            said += [{"role": "tool", "tool_call_id": c["id"], "content": tool} for c in reply.message["tool_calls"]]
+        history += said
+        if shown is not history:
+            shown += said
     return session.records(), history
 
 

@@ -52,6 +52,20 @@ def test_a_refused_reply_is_context_and_carries_no_loss(corpus):
     assert "I think first." not in text and text.startswith(call("sed -i s/a/b/ y.py"))
 
 
+def test_a_summary_carries_no_loss_and_what_follows_it_is_left_out_by_name(tmp_path, target):
+    """The harness' history doesn't hold the summary that the policy read, so what it wrote behind one can't be rendered again."""
+    run = run_dir(tmp_path / "run", episode("e", [call("ls"), "SUMMARY of it", call("git push")], [call("pwd")]))
+    stored = EpisodeStore(run / "episodes").read("e")
+    assert [t.kind for t in stored.turns if t.agent_id == "agent1"] == ["policy", "summarizer", "policy"]
+    found = taken([run], target)
+    tokenizer = chat_tokenizer()
+    texts = {r.agent_id: tokenizer.decode(r.input_ids[r.loss_mask == 1]) for r in found.rows}
+    assert texts == {"agent1": call("ls") + "<|im_end|>", "agent2": call("pwd") + "<|im_end|>"}
+    assert found.excluded["branch_without_loss"] == ["run/e/agent1: 1"]
+    (left,) = found.excluded["not_rendered_again"]
+    assert left.startswith("run/e/agent1/2: turn 2, context")
+
+
 def test_success_is_asked_of_the_feature_or_of_the_pair(run, target):
     feature, pair = taken([run], target), taken([run], target, level="pair")
     assert [(r.episode_id, r.agent_id) for r in pair.rows] == [("a", "agent1"), ("a", "agent2")]
