@@ -170,6 +170,10 @@ class OpsdCallback(Callback):
             else "verl-opsd: the sweeper chooses values later; jobs are checked one by one"
         )
 
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Says how the jobs are joined."""
+        print(f"verl-opsd: the jobs in one table and plot: opsd sweep {config.hydra.sweep.dir}", flush=True)
+
     def _check_jobs(self, config: DictConfig, config_name: str) -> dict[str, Launch]:
         from verl_opsd.verl_adapter.requirements import require_plugin
         from verl_opsd.verl_adapter.sweep import check_multirun

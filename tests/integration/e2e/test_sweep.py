@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from job import Job, report, run_trainer, stages, telemetry
 
+from verl_opsd.cli.main import main
+
 ANCHORS = (0.0, 0.5)
 
 
@@ -51,6 +53,16 @@ def test_each_job_runs_to_its_end_in_its_own_directory(job):
         (values,) = telemetry(run)
         assert sorted(set(values["step"])) == [0.0, 1.0]
     assert "Resuming from" not in job.output
+
+
+def test_the_jobs_are_joined_into_one_table_and_plot(job, capsys):
+    folder = job.directories[0].parent
+    assert main(["sweep", str(folder)]) == 0
+    assert "one for all jobs" in capsys.readouterr().out and "<svg" in (folder / "sweep.html").read_text()
+    rows = json.loads((folder / "sweep.json").read_text())["jobs"]
+    assert [(r["swept"], r["standing"]["scored"]) for r in rows] == [({"opsd.loss.anchor": str(a)}, 1) for a in ANCHORS]
+    for row, run in zip(rows, job.directories, strict=True):
+        assert row["standing"]["features"] == report(run)["standings"]["eval"]["features"]
 
 
 def test_wandb_logs_offline(job):
