@@ -11,12 +11,12 @@ import pytest
 import ray
 
 from verl_opsd.errors import OpsdError
-from verl_opsd.verl_adapter.watch import ActorWatch
+from verl_opsd.verl_adapter.watch import ActorWatch, queue_actors
 
 
 @pytest.fixture(autouse=True)
 def local_ray() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -69,3 +69,20 @@ def test_a_call_that_waits_for_all_ends_with_the_first_death():
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(calls)
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["controller", "storage unit"])
+def test_a_process_of_the_queue_that_dies_is_found(which: int):
+    import transfer_queue as tq
+
+    tq.init()
+    try:
+        actors = queue_actors()
+        assert len(actors) == 3  # its controller and its default of two storage units
+        watch = ActorWatch(actors, "process of TransferQueue", "it holds the rows of this round")
+        watch.require_alive()
+        os.kill(ray.get(actors[which].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        with pytest.raises(OpsdError, match=f"process of TransferQueue {which} has died in round 1"):
+            watch.require_alive(" in round 1", wait_s=30)
+    finally:
+        tq.close()
