@@ -279,3 +279,22 @@ def test_speed_on_8000_messages_and_200000_commands():
     got = {m.key: m.values["m"] for m in table.metrics}
     assert (got["messages_per_pair"].numerator, got["action_coordinate"].denominator) == (8000, 200_000)
     assert seconds <= 5
+
+
+def test_the_published_strata():
+    """The field experiments' pooled table: 11 pairs of at most 3 messages (36% conflicts, 45% of features), 17 of 6 and more (18%, 44%)."""
+    episodes = []
+    for messages, pairs, conflicts, features in ((2, 11, 4, 10), (6, 17, 3, 15)):
+        sends = [turn("", (f"send_message agent2 'note {n}'", *SENT2)) for n in range(messages)] + [turn("")]
+        clean = pairs - conflicts
+        for k in range(pairs):
+            earned = max(0, min(2, features - 2 * k)) if k < clean else 0
+            merge = "clean" if k < clean else "conflicts"
+            episodes.append(
+                episode(
+                    f"e{messages}-{k}", (sends, [turn("")]), passed=(earned > 0, earned > 1), merge=merge, patches=("a", "b")
+                )
+            )
+    few, some, many = behaviour({"m": episodes}).strata
+    shares = [(s.pairs, round(s.conflicts.value, 2), round(s.features.value, 2)) for s in (few, many)]
+    assert shares == [(11, 0.36, 0.45), (17, 0.18, 0.44)] and some.pairs == 0
