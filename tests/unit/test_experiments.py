@@ -90,7 +90,7 @@ def test_arms_change_the_teacher_and_nothing_else(name: str, compose) -> None:
     import dataclasses
 
     from verl_opsd.verl_adapter.launch import parse
-    from verl_opsd.verl_adapter.trainer import is_identity
+    from verl_opsd.verl_adapter.objective import is_identity
 
     base = ["+recipe=opd_offline", "corpus=C", "scale=gpu2", "teacher=frozen", "actor_rollout_ref.model.path=/m"]
     plain, arm = (parse(compose(*base, *more)) for more in ([], [f"+arm={name}"]))

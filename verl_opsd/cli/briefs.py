@@ -101,7 +101,7 @@ def audit_briefs(args: argparse.Namespace, console: Console | None = None) -> in
     for pair in _pairs(args):
         base = base_tree(pair)
         for agent, brief in _briefs(args, pair).items():
-            found = audit(brief, material(pair, agent, base))
+            found = audit(brief, material(pair, agent, base, elsewhere="wrong_task" in args.name.split("+")))
             made.append(brief)
             leaking += bool(found.findings)
             share = f"{found.derivable:.2f} of {found.specifics}"

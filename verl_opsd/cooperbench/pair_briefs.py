@@ -99,19 +99,22 @@ def briefs_of(
     return out
 
 
-def material(pair: PairTask, agent: str, base: Path | None = None, observations: tuple[str, ...] = ()) -> Material:
+def material(
+    pair: PairTask, agent: str, base: Path | None = None, observations: tuple[str, ...] = (), elsewhere: bool = False
+) -> Material:
     """What an audit of this agent's brief compares it with.
 
     Args:
         base: folder of the base tree, which the agent can read; None leaves it out.
         observations: further texts that the agent has read.
+        elsewhere: the brief holds the task of another pair (``wrong_task``).
     """
     features = agents_of(pair)
     texts = {a: pair.feature_text(f) for a, f in features.items()}
     gold = tuple(patch_of(pair, f, "gold") for f in features.values())
     tests = tuple(patch_of(pair, f, "tests") for f in features.values())
     own = (texts[agent], *observations, *(() if base is None else tree_texts(base)))
-    return Material(tuple(texts.values()), own, gold, tests)
+    return Material(tuple(texts.values()), own, gold, tests, tuple(texts_elsewhere(pair).values()) if elsewhere else ())
 
 
 def tree_texts(base: Path) -> tuple[str, ...]:

@@ -66,12 +66,15 @@ class Material:
         public: task texts of all agents.
         own: what this agent has been told or can read: its task text, the base tree, its observations.
         gold, tests: gold patches and hidden tests' patches of all agents.
+        elsewhere: task texts of another task, which the control brief ``wrong_task`` holds: their code and paths are that task's, and only
+            text of this task's patches counts in them.
     """
 
     public: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
     gold: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,12 +122,13 @@ def audit(brief: Brief, material: Material) -> Audit:
     Declared answers are findings of kind ``answer`` and are searched too. See :class:`Audit`.
     """
     findings: dict[Finding, None] = {}
-    public = {t.strip() for t in material.public}
+    public, foreign = ({t.strip() for t in texts} for texts in (material.public, material.elsewhere))
     searched = [s for s in brief.sections if s.text.strip() not in public]
     for s in searched:
         if s.kind == "answer":
             findings[Finding("answer", s.name, str(s.answer))] = None
-        for kind, text in [*_patterns(s.text), *_collisions(s.text, material), *_patch_text(s.text, material)]:
+        looks = [] if s.text.strip() in foreign else [*_patterns(s.text), *_collisions(s.text, material)]
+        for kind, text in [*looks, *_patch_text(s.text, material)]:
             findings[Finding(kind, s.name, " ".join(text.split())[:80])] = None
     wanted = sorted({x for s in brief.sections for x in _specifics(s.text)})
     told = f"{HARNESS}\n" + "\n".join(material.own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,15 +38,17 @@ def check_briefs(opsd: OpsdConfig, pairs: list[PairTask], student_path: str) -> 
     made: list[Brief] = []
     audits: list[Audit] = []
     owners: list[tuple[str, str]] = []
+    elsewhere = "wrong_task" in opsd.brief.name.split("+")
     for pair in pairs:
         for agent, brief in briefs_of(
             pair, opsd.brief.name, allow_answer=opsd.brief.allow_answer, files=opsd.brief.files
         ).items():
             if isinstance(brief, NoBrief):
                 raise OpsdError(f"{pair.key}: no brief for {agent}", "every training state must have its brief", brief.way_out)
-            found = audit(brief, material(pair, agent))
+            known = functools.partial(material, pair, agent, elsewhere=elsewhere)
+            found = audit(brief, known())
             if found.findings and not brief.allow_answer:  # what the base tree holds is no leak; it is read only now
-                found = audit(brief, material(pair, agent, base_tree(pair)))
+                found = audit(brief, known(base_tree(pair)))
             require_answer_free(brief, found, f"{pair.key} {agent}")
             made.append(brief)
             audits.append(found)

@@ -5,78 +5,19 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from verl_opsd.config import OpsdConfig
 from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir
-from verl_opsd.verl_adapter.keys import ATTENTIONS
 from verl_opsd.verl_adapter.place import require_writable
 from verl_opsd.verl_adapter.rollout import OWN_BACKENDS, SCRIPTED
+from verl_opsd.verl_adapter.values import check_values
 
-#: Keys that are counts, with the least value of each; -1 of a frequency means never.
-COUNTS = {
-    "data.train_batch_size": 1,
-    "trainer.nnodes": 1,
-    "trainer.n_gpus_per_node": None,  # what is left by a teacher's devices: see `check_hardware`
-    "trainer.total_training_steps": 1,
-    "trainer.total_epochs": 1,
-    "trainer.test_freq": -1,
-    "trainer.save_freq": -1,
-    "actor_rollout_ref.rollout.agent.num_workers": 1,
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 1,
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
-}
 #: Folders that verl writes into.
 WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
-#: Names that verl takes for a dtype of FSDP, and for a part of a checkpoint.
-DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
-CONTENTS = ("model", "optimizer", "extra", "hf_model")
-#: Keys of a kind, each with what it must be.
-KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "actor_rollout_ref.actor.optim.lr": ("a number above 0", lambda v: _number(v) and 0 < v < math.inf),
-    "actor_rollout_ref.actor.grad_clip": ("a number above 0", lambda v: _number(v) and v > 0),
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": (
-        "a whole number above 0, or null with dynamic batches",
-        lambda v: v is None or (type(v) is int and v > 0),
-    ),
-    "actor_rollout_ref.model.lora_rank": ("a whole number, 0 for full-parameter training", lambda v: type(v) is int and v >= 0),
-    "actor_rollout_ref.model.lora_alpha": ("a number above 0", lambda v: _number(v) and v > 0),
-    **{
-        f"actor_rollout_ref.actor.fsdp_config.{key}": (f"one of {', '.join(DTYPES)}", lambda v: v is None or v in DTYPES)
-        for key in ("model_dtype", "dtype", *(f"mixed_precision.{k}_dtype" for k in ("param", "reduce", "buffer")))
-    },
-    **{
-        f"actor_rollout_ref.actor.checkpoint.{key}": (
-            f"a list of {', '.join(CONTENTS)}",
-            lambda v: isinstance(v, ListConfig) and set(v) <= set(CONTENTS),
-        )
-        for key in ("save_contents", "load_contents")
-    },
-    "actor_rollout_ref.actor.optim.weight_decay": ("a number of at least 0", lambda v: _number(v) and 0 <= v < math.inf),
-    "actor_rollout_ref.actor.optim.betas": (
-        "two numbers from 0 to below 1",
-        lambda v: isinstance(v, ListConfig) and len(v) == 2 and all(_number(b) and 0 <= b < 1 for b in v),
-    ),
-    "actor_rollout_ref.actor.optim.lr_scheduler_type": ("constant or cosine", lambda v: v in ("constant", "cosine")),
-    "actor_rollout_ref.rollout.gpu_memory_utilization": ("a share above 0, at most 1", lambda v: _number(v) and 0 < v <= 1),
-    "actor_rollout_ref.model.override_config.attn_implementation": (
-        f"one of {', '.join(ATTENTIONS)}",
-        lambda v: v is None or v in ATTENTIONS,
-    ),
-    "data.seed": ("a whole number, or null", lambda v: v is None or type(v) is int),
-    "trainer.max_actor_ckpt_to_keep": (
-        "a whole number above 0, or null for all",
-        lambda v: v is None or (type(v) is int and v > 0),
-    ),
-    "trainer.project_name": ("a name", lambda v: isinstance(v, str) and bool(v)),
-    "trainer.experiment_name": ("a name", lambda v: isinstance(v, str) and bool(v)),
-    "trainer.resume_mode": ("auto, disable or resume_path", lambda v: v in ("auto", "disable", "resume_path")),
-}
 #: What a group sets; given by itself it would be a label that nothing follows.
 LABELS = {
     "opsd.scale": "scale=",
@@ -98,8 +39,7 @@ def check_verl_keys(config: DictConfig, opsd: OpsdConfig) -> None:
         OpsdError: naming the key, the rule and the key to set instead.
     """
     _check_labels(config)
-    _check_counts(config, opsd)
-    _check_kinds(config)
+    check_values(config)
     _check_logger_and_device(config, opsd)
     _check_lengths(config, opsd)
     _check_dtypes(config)
@@ -228,17 +168,6 @@ def _check_labels(config: DictConfig) -> None:
         )
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_kinds(config: DictConfig) -> None:
-    for key, (kind, holds) in KINDS.items():
-        value = OmegaConf.select(config, key)
-        if not holds(value):
-            raise OpsdError(f"{key}={value}", f"{key} is {kind}", "correct the value")
-
-
 def _check_logger_and_device(config: DictConfig, opsd: OpsdConfig) -> None:
     from verl.utils.tracking import Tracking
 
@@ -325,32 +254,6 @@ def check_folders(config: DictConfig) -> None:
         value = OmegaConf.select(config, key)
         if needed and (not isinstance(value, str) or not Path(value).expanduser().is_dir()):
             raise OpsdError(f"{key}={value}", f"{key} is a folder that exists", "correct the path")
-
-
-def _check_counts(config: DictConfig, opsd: OpsdConfig) -> None:
-    for key, least in COUNTS.items():
-        value = OmegaConf.select(config, key)
-        if type(value) is not int or (least is not None and value < least):
-            raise OpsdError(
-                f"{key}={value}",
-                f"{key} is a whole number" + ("" if least is None else f", at least {least}"),
-                "correct the value" + ("; -1 means never" if least == -1 else ""),
-            )
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    batch, sequence = config.data.train_batch_size, config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
-    if ranks > 0 and (batch % ranks or ranks % sequence):
-        raise OpsdError(
-            f"{ranks} ranks of the student with data.train_batch_size={batch}, ulysses_sequence_parallel_size={sequence}",
-            "verl wants a batch that is a multiple of the ranks, and ranks that are a multiple of those of a sequence",
-            "change data.train_batch_size, trainer.n_gpus_per_node or actor.ulysses_sequence_parallel_size",
-        )
-    size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
-    if type(size) is not int or (size != -1 and (size < 1 or (ranks > 0 and ranks % size))):
-        raise OpsdError(
-            f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} with {ranks} ranks of the student",
-            "a group of ranks that shards the weights divides the ranks",
-            "leave it at -1: all ranks",
-        )
 
 
 def _check_server(rollout: DictConfig) -> None:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import ray
 import torch
 import transfer_queue as tq
@@ -44,11 +43,12 @@ from verl_opsd.teachers.base import common
 from verl_opsd.teachers.cache import tokenizer_hash
 from verl_opsd.tokens.rows import FIELDS, padding_fields
 from verl_opsd.tokens.store import EpisodeStore
-from verl_opsd.verl_adapter import corpus, full_eval, guards
+from verl_opsd.verl_adapter import corpus, full_eval, guards, round_telemetry
 from verl_opsd.verl_adapter.found import check_tasks_unchanged
 from verl_opsd.verl_adapter.launch import canary_limits
 from verl_opsd.verl_adapter.loss import ON_STUDENT, OpsdLoss
 from verl_opsd.verl_adapter.memory_checks import activation_plan, shapes_of
+from verl_opsd.verl_adapter.objective import is_identity, loss_of
 from verl_opsd.verl_adapter.passes import by_row, jagged, own_passes, rows_of, view_passes
 from verl_opsd.verl_adapter.reduce import update_groups, with_coefficients, with_rewards
 from verl_opsd.verl_adapter.routes import models_of
@@ -56,31 +56,6 @@ from verl_opsd.verl_adapter.teacher_queue import TeacherHandle, pools_of, score_
 from verl_opsd.verl_adapter.updates import mask_at_collection, rewards_of, rows_in_queue
 from verl_opsd.verl_adapter.watch import ActorWatch, queue_actors
 from verl_opsd.verl_adapter.worker import OpsdWorker
-
-#: Per-position values that the engine reports; saved as telemetry, never averaged by verl.
-TELEMETRY = "opsd/"
-
-
-def loss_of(opsd: OpsdConfig, lora: bool, clip: PpoClip) -> OpsdLoss:
-    """The engine's loss for a configuration; the reference is the adapter switched off, or the initial weights without one."""
-    return OpsdLoss(
-        spec=opsd.loss.spec(),
-        chunk=opsd.loss.chunk,
-        reference="adapter_off" if lora else "initial",
-        teacher="device" if models_of(opsd) else opsd.teacher.kind,  # type: ignore[arg-type]
-        decay=opsd.teacher.decay,
-        lag=opsd.teacher.lag,
-        task_reward=clip if opsd.loss.task_reward_coef > 0 else None,
-        divide_by_kept=opsd.loss.threshold is not None
-        and (opsd.loss.threshold.taken, opsd.loss.threshold.denominator) == ("current", "kept"),
-        anchor=opsd.loss.anchor > 0 or opsd.loss.drift,
-    )
-
-
-def is_identity(opsd: OpsdConfig) -> bool:
-    """Whether nothing but the student's own base, without a brief, says where the student goes."""
-    alone = opsd.loss.task_reward_coef == 0 and opsd.loss.divergence != "nll"
-    return alone and (opsd.brief.name, opsd.teacher.kind) == ("none", "self")
 
 
 def faults_of_round(step: int, outcomes: dict[str, int], run: RunDir) -> OpsdError:
@@ -486,31 +461,14 @@ class OpsdTrainer(PPOTrainerSync):
         return batch
 
     def _save_telemetry(self, output: dict[str, Any]) -> None:
-        """Per-position values of every optimizer step of this round, taken out of verl's metrics; ``row`` is a place in ``row_names``."""
-        values = {
-            k.removeprefix(TELEMETRY): np.asarray(flat(output.pop(k)), np.float32)
-            for k in list(output)
-            if k.startswith(TELEMETRY)
-        }
+        """Per-position values of every optimizer step of this round, taken out of verl's metrics."""
         path = self.run_dir.path / "telemetry" / f"{self.global_steps:05d}.npz"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}")
-        with temporary.open("wb") as f:
-            np.savez(f, carried=np.int64(self._loss_tokens), row_names=np.array(self._row_names), **values)  # type: ignore[arg-type]
-        temporary.replace(path)
+        values = round_telemetry.save(path, output, self._loss_tokens, self._row_names)
         threshold = self.opsd.loss.threshold
         if threshold is not None and threshold.taken == "current":  # gate and clip are never 0
             self._kept_share = float((values["weight"][values["coef"] != 0] != 0).mean())
         self._means = {"opsd/kept_share": self._kept_share} if threshold is not None else {}
-        if len(self.teachers) > 1:
-            for number, t in enumerate(self.teachers):
-                mine = values["divergence"][values["teacher"] == number]
-                self._means |= {f"opsd/divergence/{t.name}/mean": float(mine.mean())} if mine.size else {}
-        self._means |= {
-            f"opsd/{k}/mean": float(v.mean())
-            for k, v in values.items()
-            if k not in ("teacher", "row") and v.size and np.isfinite(v).all()
-        }
+        self._means |= round_telemetry.means(values, [t.name for t in self.teachers])
 
     # ---- publish and evaluate -----------------------------------------------------------------------------------------
 
@@ -532,14 +490,3 @@ class OpsdTrainer(PPOTrainerSync):
             self._require_recorded("eval", len(self.val_dataset))
         self._finish_stage("evaluate")
         return result
-
-
-def flat(values: Any) -> list[float]:
-    """Numbers in nested lists, in order."""
-    out: list[float] = []
-    for v in values:
-        if isinstance(v, (list, tuple, np.ndarray)):
-            out.extend(flat(v))
-        else:
-            out.append(float(v))
-    return out

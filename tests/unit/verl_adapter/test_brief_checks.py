@@ -296,3 +296,16 @@ def test_an_override_has_a_reason():
         OpsdConfig.parse(
             json.loads(json.dumps(dataclasses.asdict(config({"name": "none"})))) | {"worth": {"override": "because"}}
         )
+
+
+def test_the_wrong_task_of_every_pair_is_answer_free_and_anothers(student):
+    """Its code and paths are another task's; this task's patch in it would be a leak still."""
+    made = check_briefs(config({"name": "wrong_task"}), PAIRS, student)
+    own = check_briefs(config({"name": "peer_spec"}), PAIRS, student)
+    assert all(a.answer_free for a in made.audits) and len(made.briefs) == 2 * len(PAIRS)
+    assert all(a.text != b.text for a, b in zip(made.briefs, own.briefs, strict=True))
+    text = "Call `return compute_total(items, rate=0.5, other=limit(9))` in `shop/total.py`."
+    brief = compose(Section("text", "guidance", text))
+    assert audit(brief, Material()).findings and not audit(brief, Material(elsewhere=(text,))).findings
+    patch = "--- a/m.py\n+++ b/m.py\n@@ -1,1 +1,1 @@\n-x\n+return compute_total(items, rate=0.5, other=limit(9))\n"
+    assert {f.kind for f in audit(brief, Material(gold=(patch,), elsewhere=(text,))).findings} == {"gold_text"}

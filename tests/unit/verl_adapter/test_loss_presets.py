@@ -55,7 +55,7 @@ def test_preset_is_the_loss_of_its_name(name: str, parsed: Any) -> None:
 
 @pytest.mark.parametrize(("taken", "in_the_head", "divided"), [("current", True, True), ("collection", False, False)])
 def test_where_the_threshold_is_taken_decides_who_applies_it(parsed: Any, taken: str, in_the_head: bool, divided: bool) -> None:
-    from verl_opsd.verl_adapter.trainer import loss_of
+    from verl_opsd.verl_adapter.objective import loss_of
 
     opsd = parsed("loss=masked_005", f"opsd.loss.threshold.taken={taken}", "opsd.loss.threshold.denominator=kept")
     assert opsd.loss.threshold == ThresholdConfig(0.05, taken, "kept")  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def test_where_the_threshold_is_taken_decides_who_applies_it(parsed: Any, taken:
 
 
 def test_drift_and_reward_reach_the_engine(parsed: Any) -> None:
-    from verl_opsd.verl_adapter.trainer import loss_of
+    from verl_opsd.verl_adapter.objective import loss_of
 
     opsd = parsed("opsd.loss.drift=true", "opsd.loss.task_reward_coef=0.1")
     loss = loss_of(opsd, False, PpoClip(0.1, 0.3, 4.0))
