@@ -161,6 +161,30 @@ def test_no_way_to_the_internet(make):
     assert "unreachable" in result.text
 
 
+def test_no_socket_that_a_network_namespace_does_not_hold(make):
+    """AF_VSOCK leads from a virtual machine to its host, whatever the network namespace."""
+    script = "import errno, socket\nfor family in (3, 4, 5, 17, 31, 38, 40, 41, 42, 43, 44):\n"
+    script += "  for kind in (1, 2, 3, 5):\n    try: socket.socket(family, kind); print('opened', family)\n"
+    script += "    except OSError as error: assert error.errno == errno.EAFNOSUPPORT, (family, error)\nprint('over')"
+    assert python(make(), script).text == "over\n"
+
+
+def test_no_key_waits_for_the_next_sandbox(make):
+    """The kernel keeps a user's keys after the last process of that user."""
+    script = """
+import ctypes, platform
+libc = ctypes.CDLL(None, use_errno=True)
+add, keyctl = {"x86_64": (248, 250), "aarch64": (217, 219)}[platform.machine()]
+out = ctypes.create_string_buffer(64)
+"""
+    first = make()
+    put = python(first, f"{script}print(libc.syscall(add, b'user', b'opsd', b'left', 4, -4), ctypes.get_errno())")
+    first.close()
+    second = make()  # mostly with the same user id: the first that is free
+    get = "key = libc.syscall(keyctl, 10, -4, b'user', b'opsd', 0); print(libc.syscall(keyctl, 11, key, out, 64), out.value)"
+    assert python(second, script + get).text == "-1 b''\n" and put.text == "-1 1\n"
+
+
 def test_fork_bomb_is_bounded_and_gone(make):
     sandbox = make(limits={"processes": 40})
     peak, done = 0, threading.Event()

@@ -211,7 +211,7 @@ def test_covers_follow_every_bind_that_shows_a_hidden_path(tmp_path):
 def test_system_call_filter_decides_as_written_down(monkeypatch, machine):
     """The filter is run by an interpreter of the BPF subset, over the kernel's own numbers for each machine."""
     monkeypatch.setattr(platform, "machine", lambda: machine)
-    code = [struct.unpack("=HBBI", part) for part in zip_eight(seccomp.no_user_namespaces())]
+    code = [struct.unpack("=HBBI", part) for part in zip_eight(seccomp.call_filter())]
     clone, unshare, setns, clone3, arch, other = {
         "x86_64": (56, 272, 308, 435, 0xC000003E, 0xC00000B7),
         "aarch64": (220, 97, 268, 435, 0xC00000B7, 0x40000028),
@@ -226,7 +226,11 @@ def test_system_call_filter_decides_as_written_down(monkeypatch, machine):
     assert run_bpf(code, setns, arch, 3) == denied
     assert run_bpf(code, clone, other, threads) == denied
     assert run_bpf(code, 0x40000000 + clone, arch, threads) == denied
-    for number in set(range(460)) - {clone, unshare, setns, clone3, 425}:
+    sockets, keys = {"x86_64": ((41, 53), (248, 249, 250)), "aarch64": ((198, 199), (217, 218, 219))}[machine]
+    for family in range(64):  # unix, inet, inet6 and netlink
+        assert {run_bpf(code, call, arch, family) for call in sockets} == {allow if family in (1, 2, 10, 16) else 0x00050061}
+    assert {run_bpf(code, call, arch, 0) for call in keys} == {denied}
+    for number in set(range(460)) - {clone, unshare, setns, clone3, 425, *sockets, *keys}:
         assert run_bpf(code, number, arch, new_user) == allow
 
 
@@ -253,5 +257,5 @@ def run_bpf(code: list[tuple[int, int, int, int]], number: int, arch: int, argum
 def test_an_unknown_machine_is_refused(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(OpsdError) as error:
-        seccomp.no_user_namespaces()
+        seccomp.call_filter()
     assert "riscv64" in str(error.value)

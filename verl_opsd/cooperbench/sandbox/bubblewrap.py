@@ -38,7 +38,7 @@ from verl_opsd.cooperbench.sandbox.host import (
     remove_state,
     require_host,
 )
-from verl_opsd.cooperbench.sandbox.seccomp import no_user_namespaces
+from verl_opsd.cooperbench.sandbox.seccomp import call_filter
 from verl_opsd.cooperbench.sandbox.spawn import (
     TIMED_OUT,
     BoundedOutput,
@@ -261,7 +261,7 @@ class _Tree:
         with contextlib.ExitStack() as child_ends:
             args = _memfd(sandbox._args)
             child_ends.callback(os.close, args)
-            seccomp = _memfd(no_user_namespaces())
+            seccomp = _memfd(call_filter())
             child_ends.callback(os.close, seccomp)
             source = stdin_fd(stdin)
             child_ends.callback(os.close, source)

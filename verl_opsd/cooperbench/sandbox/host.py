@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_opsd.cooperbench.sandbox.cgroup import Cgroup
-from verl_opsd.cooperbench.sandbox.seccomp import no_user_namespaces
+from verl_opsd.cooperbench.sandbox.seccomp import call_filter
 from verl_opsd.errors import InfraFault, OpsdError
 
 LOCAL_BIN = Path("/usr/local/bin")
@@ -88,7 +88,7 @@ def require_host() -> None:
     """
     for name in PROGRAMS:
         program(name)
-    no_user_namespaces()
+    call_filter()
     if version_of("bwrap") < MIN_BWRAP:
         raise OpsdError(
             f"bubblewrap {'.'.join(map(str, version_of('bwrap')))}",
