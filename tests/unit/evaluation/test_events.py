@@ -1,11 +1,18 @@
 """What counts as a command, a send and a reading of it; labels of commands."""
 
 import pytest
-from synthetic import episode, history, turn
+from synthetic import PATCH, episode, history, turn
 
 from verl_opsd.cooperbench.history import join_segments
 from verl_opsd.evaluation.behaviour.actions import label, segments
-from verl_opsd.evaluation.behaviour.communication import answered_questions, follows_protocol, is_question, near_duplicates
+from verl_opsd.evaluation.behaviour.communication import (
+    answered_promptly,
+    answered_questions,
+    followed_claims,
+    follows_protocol,
+    is_question,
+    near_duplicates,
+)
 from verl_opsd.evaluation.behaviour.events import Send, stream
 
 LABELLED = [
@@ -107,13 +114,29 @@ def test_messages_are_read_in_their_order_from_the_inbox_and_from_waits():
     assert {s.text: s.read_at for s in pair.sends} == {"first": 1, "second": 2, "q?": None}
 
 
-def test_each_reply_answers_one_question_and_only_after_it_was_read():
+def test_each_reply_answers_one_question_and_only_after_it_was_delivered():
     questions = [sent("a?", read_at=2), sent("b?", step=1, read_at=3)]
     back = {"sender": "agent2", "to": "agent1"}
     assert answered_questions([*questions, sent("x", step=1, **back)]) == (0, 2)
     assert answered_questions([*questions, sent("x", step=3, **back)]) == (1, 2)
     assert answered_questions([*questions, sent("x", step=3, **back), sent("y", step=4, **back)]) == (2, 2)
-    assert answered_questions([sent("unread?"), sent("x", step=9, **back)]) == (0, 1)
+    assert answered_questions([sent("unread?"), sent("x", step=9, **back)]) == (0, 1)  # nobody knows which came first
+    assert answered_questions([sent("unread?", t=5.0), sent("x", t=5.1, **back)]) == (1, 1)
+    assert answered_questions([sent("x", t=4.9, **back), sent("late?", t=5.0)]) == (0, 1)
+
+
+@pytest.mark.parametrize("step,answered", [(6, 0), (7, 1), (11, 1), (12, 0)])
+def test_a_prompt_answer_comes_in_five_steps_of_which_the_reading_one_is_the_first(step, answered):
+    back = {"sender": "agent2", "to": "agent1"}
+    assert answered_promptly([sent("note", read_at=7), sent("x", step=step, **back)]) == answered
+
+
+@pytest.mark.parametrize("line,kept", [(13, 0), (14, 0), (15, 1)])
+def test_a_claim_is_kept_where_edits_have_more_than_three_lines_between_them(line, kept):
+    """The owner edits line 10: line 14 leaves 11, 12 and 13 between the two."""
+    said = [turn("", ("send_message agent2 'I own a.py'", "Message sent to agent2", 0)), turn("")]
+    patches = (PATCH.format("a.py", 10), PATCH.format("a.py", line))
+    assert followed_claims(stream(episode("e", (said, [turn("")]), patches=patches))) == (kept, 1)
 
 
 def test_near_duplicates_ignore_shas_digits_and_case_and_are_per_sender():

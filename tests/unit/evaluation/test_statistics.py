@@ -79,6 +79,14 @@ def test_permutation_is_the_share_of_sign_flips_as_far_out(difference):
     assert permutation([0.0] * len(difference), difference, rng()) == pytest.approx(want)
 
 
+def test_permutation_of_means_of_three_seeds_that_sum_to_nothing_is_1():
+    """Thirds don't sum to 0 in floats: the sums of all flips are then as far out as none, or half of them farther."""
+    a, b = [2 / 3, 1 / 3, 1, 0], [1 / 3, 2 / 3, 2 / 3, 1 / 3]
+    for order in itertools.permutations(range(4)):
+        assert permutation([a[i] for i in order], [b[i] for i in order], rng()) == 1.0
+    assert permutation([1, 1 / 3, 2 / 3, 1], [2 / 3, 2 / 3, 1, 2 / 3], rng()) == 1.0
+
+
 def test_mcnemar_and_permutation_agree_on_passes():
     a, b = [0, 0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1, 0]
     assert mcnemar(a, b) == pytest.approx(permutation(a, b, rng())) == pytest.approx(2 * 8 / 128)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.behaviour.events import Pair, Send
 from verl_opsd.evaluation.behaviour.patterns import CLAIM, DIVISION, FILE, ITEM, NOT_PROSE, PROTOCOL, SYMBOL, YOURS
-from verl_opsd.privilege.hunks import collisions, edits
+from verl_opsd.privilege.hunks import edits, gap
 
 _SHA = re.compile(r"\b[0-9a-f]{7,40}\b")
 _DIGITS = re.compile(r"\d+")
@@ -17,8 +17,10 @@ _SPACE = re.compile(r"\s+")
 _SENTENCE = re.compile(r"(?<=[.!?;])\s+|\n+")
 NEAR_DUPLICATE = 0.8
 _SHINGLE = 5
-#: Steps after the one that reads a message in which an answer counts as prompt.
+#: Steps in which an answer counts as prompt; the one that reads the message is the first of them.
 PROMPT_STEPS = 5
+#: Untouched lines that edits of one file have at most between them where they still meet.
+APART = 3
 
 
 def shingles(text: str) -> frozenset[str]:
@@ -76,30 +78,32 @@ def names_a_place(text: str) -> bool:
 
 
 def answered_questions(sends: Sequence[Send]) -> tuple[int, int]:
-    """(questions that got an answer, questions): a delivered send back once the question was read, each used for the earliest one."""
+    """(questions that got an answer, questions): a delivered send back after the question was delivered, each used for the earliest."""
     questions = [s for s in sends if is_question(s.text)]
-    open_: dict[tuple[str, str], list[int]] = defaultdict(list)
+    open_: dict[tuple[str, str], list[Send]] = defaultdict(list)
     for q in questions:
-        if q.read_at is not None:
-            open_[q.to, q.sender].append(q.read_at)
+        open_[q.to, q.sender].append(q)
     answered = 0
-    for reply in sorted(sends, key=lambda s: s.step):
+    for reply in sends:
         waiting = open_[reply.sender, reply.to]
-        first = next((at for at in sorted(waiting) if at <= reply.step), None)
+        first = next((q for q in waiting if _came_before(q, reply)), None)
         if first is not None:
             waiting.remove(first)
             answered += 1
     return answered, len(questions)
 
 
+def _came_before(question: Send, reply: Send) -> bool:
+    """Whether a question was delivered when the reply was written: by the clock, or because the replier had read it."""
+    return question.t < reply.t or (question.read_at is not None and question.read_at <= reply.step)
+
+
 def answered_promptly(sends: Sequence[Send]) -> int:
-    """Sends whose recipient sends something back in the step that reads them or in its next five."""
+    """Sends whose recipient sends something back within five steps, of which the one that reads them is the first."""
     back: dict[tuple[str, str], set[int]] = defaultdict(set)
     for s in sends:
         back[s.sender, s.to].add(s.step)
-    return sum(
-        s.read_at is not None and any(s.read_at <= at <= s.read_at + PROMPT_STEPS for at in back[s.to, s.sender]) for s in sends
-    )
+    return sum(s.read_at is not None and any(0 <= at - s.read_at < PROMPT_STEPS for at in back[s.to, s.sender]) for s in sends)
 
 
 def claims(pair: Pair) -> set[tuple[str, str]]:
@@ -116,7 +120,7 @@ def claims(pair: Pair) -> set[tuple[str, str]]:
 
 
 def followed_claims(pair: Pair) -> tuple[int, int]:
-    """(claims that were kept, claims): the owner's patch touches the path, and the peer's does not, or at least three lines away."""
+    """(claims that were kept, claims): the owner's patch touches the path, and the peer's does not, or more than three lines away."""
     found = claims(pair)
     patches = {a.agent_id: a.patch for a in pair.episode.agents}
     kept = 0
@@ -134,7 +138,7 @@ def _touching(patch: str, path: str) -> set[str]:
 
 def _apart(mine: str, theirs: str, files: set[str]) -> bool:
     try:
-        edits(mine), edits(theirs)
+        ours, others = edits(mine), edits(theirs)
     except OpsdError:
         return False  # a patch that can't be read proves nothing
-    return not any(found for file, found in collisions(mine, theirs).items() if file in files)
+    return all(gap(a, b) > APART for file in files for a in ours.get(file, ()) for b in others.get(file, ()))

@@ -28,14 +28,14 @@ message_chars | median message | communication | median | characters | median le
 near_duplicate_share | near-duplicates | communication | share | share | S with a Jaccard similarity of 5-character shingles of at least 0.8 to an earlier one of the same sender in the pair / S
 division_share | division of work | communication | share | share | S that match the division pattern / S
 question_share | questions | communication | share | share | S with a question mark outside of code and addresses / S
-answer_rate | questions answered | communication | share | share | questions with a delivered send back after they were read, each reply used once for the earliest / questions
-answered_promptly | answered within 5 steps | communication | share | share | S whose recipient sends back in the step that reads it or in its next 5; unread ones are unanswered / S
+answer_rate | questions answered | communication | share | share | questions with a delivered send back after they were delivered, each reply used once for the earliest / questions
+answered_promptly | answered within 5 steps | communication | share | share | S whose recipient sends back within 5 steps, the one that reads it being the first; unread ones are unanswered / S
 wait_share | with --wait | communication | share | share | S that wait for a reply / S
 undelivered_share | not delivered | communication | share | share | sends that were refused, or whose peer had gone / all sends
 opening_division | opening division claim | method | share | share | agents whose first delivered send matches the division pattern / agents with a delivered send
 protocol_share | Intent and Approach | method | share | share | S with the labels `Intent:` and `Approach:` / S
 plan_first | plan first | method | share | share | agents with a delivered division send that names a path or symbol before their first command that writes / A
-follow_through | follow-through | method | share | share | claimed paths (agent, path) that the agent's patch touches and the peer's does not, or three lines away / claimed paths
+follow_through | follow-through | method | share | share | claimed paths (agent, path) that the agent's patch touches and the peer's does not, or more than three lines away / claimed paths
 peer_mention_share | steps that speak of the peer | method | share | share | steps whose text names the peer / steps
 commitment_share | mention to commitment | method | share | share | steps that say they will write to the peer / steps that name the peer
 acted_share | commitment to action | method | share | share | steps that say they will write to the peer, with a send in the same or the next step / such steps

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-VERSION: Final = "1"
+VERSION: Final = "2"
 
 #: Words that may stand before a command's own name: assignments, wrappers, shell keywords.
 _BEFORE: Final = r"^\s*(?:(?:\w+=\S*|sudo|time|command|env|exec|nohup|then|do|else|if|while|timeout(?:\s+-\S+)*\s+\S+|xargs(?:\s+-\S+)*)\s+|[({!]\s*)*"
