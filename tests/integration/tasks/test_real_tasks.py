@@ -22,7 +22,12 @@ from verl_opsd.cooperbench.qualification import gold_merge, qualify
 from verl_opsd.cooperbench.types import PairTask, PreparedTask
 
 DATASET = Path(os.environ.get("OPSD_REAL_TASKS") or Path(__file__).parents[4] / "shared" / "data" / "cooperbench")
-TASKS = ["pallets_jinja_task/task1621", "pallets_click_task/task2956", "openai_tiktoken_task/task0"]
+TASKS = [
+    "pallets_jinja_task/task1621",
+    "pallets_click_task/task2956",
+    "openai_tiktoken_task/task0",
+    "dottxt_ai_outlines_task/task1655",
+]
 
 pytestmark = pytest.mark.slow
 
