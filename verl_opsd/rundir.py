@@ -40,6 +40,22 @@ def write_json(path: Path, value: Any) -> None:
     temporary.replace(path)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a run.
+
+    Raises:
+        OpsdError: the file holds something else.
+    """
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise OpsdError(
+            f"{path}: {type(error).__name__}: {error}",
+            "it holds the JSON object that its run wrote",
+            "restore the file, or name another run",
+        ) from error
+
+
 def file_hash(path: Path) -> str:
     """SHA-256 of a file's bytes."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -87,7 +103,7 @@ class RunDir:
 
     def contract(self) -> EvalContract:
         """The frozen contract of this run."""
-        return EvalContract.from_dict(json.loads((self.path / "contract.json").read_text()))
+        return EvalContract.from_dict(read_json(self.path / "contract.json"))
 
     def evidence(self, gate: str, value: Any, threshold: Any, passed: bool | None, detail: str = "") -> None:
         """Appends one verdict to the log (``evidence.chain``); writers in any process wait for one another.

@@ -13,6 +13,7 @@ from rich.console import Console
 from verl_opsd.cli.tables import Table
 from verl_opsd.errors import OpsdError
 from verl_opsd.evidence import LOG, lines
+from verl_opsd.evidence.chain import VERDICTS
 from verl_opsd.evidence.claims import STATUSES
 
 
@@ -28,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     show = commands.add_parser("list", help="the lines of the log")
     show.add_argument("run", type=Path, help="run directory")
     show.add_argument("--gate", help="only gates whose name begins so")
-    show.add_argument("--verdict", help="only lines with this verdict: pass, fail, void, recorded, torn")
+    show.add_argument("--verdict", choices=VERDICTS, help="only lines with this verdict")
     show.set_defaults(func=list_lines)
     keep = commands.add_parser("copy", help="copy the log elsewhere")
     keep.add_argument("run", type=Path, help="run directory")
@@ -157,6 +158,7 @@ def make_claim(args: argparse.Namespace, console: Console | None = None) -> int:
 
     from verl_opsd.evidence.claims import Claim, claim, claims
 
+    _require_log(args.run)
     report = args.run / "report.json"
     numbers = json.loads(report.read_text()).get("numbers", {}) if report.is_file() else {}
     claim(args.run, Claim(args.id, args.text, args.status, tuple(args.support), args.by, args.why), numbers, args.root)

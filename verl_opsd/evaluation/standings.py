@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +15,10 @@ from verl_opsd.evaluation.compare import Outcomes
 from verl_opsd.evaluation.outcomes import causes, is_empty, merge_of, patch_bytes
 from verl_opsd.evaluation.shapes import CAUSES, MERGES, WORK, Cell, Rate, Standing
 from verl_opsd.evaluation.statistics import rate
-from verl_opsd.evidence.chain import lines
+from verl_opsd.evidence.chain import LOG, lines, verify
 from verl_opsd.evidence.graded import State, check_episodes, doubts, graded_versions
 from verl_opsd.evidence.invalidation import reach
+from verl_opsd.rundir import read_json
 from verl_opsd.tokens.records import AgentOutcome, Episode
 
 UNVERIFIED = {"manifest": "unverified"}
@@ -59,17 +59,17 @@ def model_info(
         log = lines(run)
         checked = log, check_episodes(run, log)
     contract = run / "contract.json"
-    meta, said = ({} if not p.is_file() else json.loads(p.read_text()) for p in (run / "meta.json", run / "evaluation.json"))
+    meta, said = ({} if not p.is_file() else read_json(p) for p in (run / "meta.json", run / "evaluation.json"))
     said = meta.get("model_size", {}) | said
     serving = said.get("serving")
     if serving is None and contract.is_file():
-        values = json.loads(contract.read_text())
+        values = read_json(contract)
         keys = ("serving", "tool_parser", "reasoning_parser", "step_limit", "max_tokens", "context_length", "temperature")
         serving = {k: str(values[k]) for k in keys if k in values}
     alone = {e.episode_id: found for e in episodes if (found := read_alone(run, e.episode_id)) is not None}
     return ModelInfo(
         invalidated=reach(run, {e.model_version for e in episodes} | ({version} if version is not None else set())),
-        doubts=doubts(*checked, [e.episode_id for e in episodes], split, version),
+        doubts=(*_edits(run), *doubts(*checked, [e.episode_id for e in episodes], split, version)),
         parameters=said.get("parameters"),
         active_parameters=said.get("active_parameters"),
         serving=serving or dict(UNVERIFIED),
@@ -77,6 +77,13 @@ def model_info(
         prices=tuple(said["prices"]) if said.get("prices") else None,
         alone=alone,
     )
+
+
+def _edits(run: Path) -> tuple[str, ...]:
+    """What is to be said of every row of a run whose log was edited: a mark may be missing from it."""
+    found = [f for f in verify(run)[1] if not f.killed] if (run / LOG).is_file() else []
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    return (f"unverifiable: {LOG} is not as it was written: {found[0]}{more}",) if found else ()
 
 
 def by_version(episodes: Iterable[Episode], graded: Iterable[int] = ()) -> dict[int, list[Episode]]:

@@ -18,7 +18,7 @@ from verl_opsd.evaluation.page.plots import interval
 from verl_opsd.evaluation.shapes import Standing
 from verl_opsd.evaluation.standings import model_info, rows_of_run, standing
 from verl_opsd.evidence.chain import lines
-from verl_opsd.rundir import RunDir
+from verl_opsd.rundir import RunDir, read_json
 from verl_opsd.tokens.store import EpisodeStore
 
 
@@ -72,11 +72,9 @@ def _overrides(job: Path) -> dict[str, str]:
 
 
 def _declared(runs: Sequence[RunDir]) -> str | None:
-    import json
-
     fields: set[str | None] = set()
     for run in runs:
-        meta: dict[str, Any] = json.loads((run.path / "meta.json").read_text()) if (run.path / "meta.json").is_file() else {}
+        meta: dict[str, Any] = read_json(run.path / "meta.json") if (run.path / "meta.json").is_file() else {}
         fields.add((meta.get("opsd") or {}).get("varies"))
     varies = next(iter(fields), None)
     if len(fields) > 1:

@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,14 @@ from verl_opsd.errors import OpsdError
 LOG, HEAD = "evidence.jsonl", "evidence.head"
 VERDICTS = ("pass", "fail", "void", "recorded", "torn")
 _START = "0" * 64
+_FORM: dict[str, type | tuple[type, ...]] = {"n": int, "time": (int, float), "gate": str, "verdict": str, "detail": str}
+#: Gate -> what the value of its lines has at least, of those that are read again.
+_VALUES: dict[str, dict[str, type]] = {
+    "episode": {"episode": str, "version": int},
+    "invalidated": {"field": str, "value": str},
+    "predicted": {"name": str, "sha256": str},
+    "claim": {"id": str, "text": str, "status": str, "support": list},
+}
 _HASHED = re.compile(rb'^(\{.*), "hash": "([0-9a-f]{64})"\}$', re.DOTALL)
 _BLOCK = 1 << 16
 
@@ -121,12 +129,23 @@ def verify(folder: Path) -> tuple[list[dict[str, Any]], list[Finding]]:
 
 
 def head(folder: Path) -> tuple[int, str] | None:
-    """Number and hash of the last line as it was when it was written; None without ``evidence.head``."""
+    """Number and hash of the last line as it was when it was written; None without ``evidence.head``.
+
+    Raises:
+        OpsdError: the file holds something else.
+    """
     path = folder / HEAD
     if not path.is_file():
         return None
-    n, digest = path.read_text().split()
-    return int(n), digest
+    try:
+        n, digest = path.read_text().split()
+        return int(n), digest
+    except ValueError as error:
+        raise OpsdError(
+            f"{path} can't be read",
+            "it holds number and hash of the last line",
+            f"look with `opsd evidence verify {folder}`; go on in a new run directory",
+        ) from error
 
 
 def _examine(raw: bytes, n: int, prev: str) -> tuple[dict[str, Any] | None, list[str]]:
@@ -135,7 +154,7 @@ def _examine(raw: bytes, n: int, prev: str) -> tuple[dict[str, Any] | None, list
     except ValueError:
         return None, [f"not JSON: {raw[:60]!r}"]
     match = _HASHED.match(raw)
-    if not isinstance(line, dict) or match is None:
+    if match is None or not _has(line, _FORM) or not _has(line.get("value"), _VALUES.get(line["gate"])):
         return None, [f"no line of the chain: {raw[:60]!r}"]
     wrong = []
     if hashlib.sha256(match[1] + b"}").hexdigest() != match[2].decode():
@@ -147,6 +166,10 @@ def _examine(raw: bytes, n: int, prev: str) -> tuple[dict[str, Any] | None, list
     return line, wrong
 
 
+def _has(value: Any, form: Mapping[str, type | tuple[type, ...]] | None) -> bool:
+    return form is None or (isinstance(value, dict) and all(isinstance(value.get(k), kind) for k, kind in form.items()))
+
+
 def _parse(raw: bytes, n: int, prev: str) -> dict[str, Any] | None:
     line, wrong = _examine(raw, n, prev)
     return None if wrong else line
@@ -155,7 +178,7 @@ def _parse(raw: bytes, n: int, prev: str) -> dict[str, Any] | None:
 def _against_head(folder: Path, found: list[dict[str, Any]], count: int) -> list[Finding]:
     try:
         there = head(folder)
-    except ValueError:
+    except OpsdError:
         return [Finding(None, f"{HEAD} can't be read")]
     if there is None:
         return [Finding(None, f"{HEAD} is missing: removed last lines could not be told")] if found else []

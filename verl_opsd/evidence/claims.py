@@ -73,11 +73,11 @@ def claim(run: Path, new: Claim, numbers: Collection[str], root: Path) -> None:
         "superseded": (new.by in known.keys() - {new.id}, "--by ID of another claim in the ledger"),
         "retracted": (new.id in known and bool(new.why), "--why, of a claim in the ledger"),
     }
-    if new.status not in needs or not text or not needs[new.status][0]:
+    if new.status not in needs or not text or not new.id or not needs[new.status][0]:
         rule = (
             needs[new.status][1]
-            if new.status in needs and text
-            else f"a claim has a text and a status of {', '.join(STATUSES)}"
+            if new.status in needs and text and new.id
+            else f"a claim has a name, a text and a status of {', '.join(STATUSES)}"
         )
         raise OpsdError(
             f"claim {new.id!r}, status {new.status!r}, support {list(new.support)}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from verl_opsd.errors import OpsdError
 from verl_opsd.evidence.chain import LOG, append, lines
 from verl_opsd.evidence.graded import EPISODE
-from verl_opsd.rundir import RunDir
+from verl_opsd.rundir import RunDir, read_json
 
 #: Name of the lines that invalidate.
 INVALIDATED = "invalidated"
@@ -58,7 +57,7 @@ def parse_where(text: str) -> tuple[str, str]:
     """
     field, _, value = text.partition("=")
     good = {
-        "version": value.isdigit() or (len(parts := value.split("==")) == 2 and all(parts)),
+        "version": value.isdecimal() or (len(parts := value.split("==")) == 2 and all(parts)),
         "contract": len(value) >= 8 and set(value) <= set("0123456789abcdef"),
         "brief": bool(value),
     }
@@ -72,7 +71,13 @@ def parse_where(text: str) -> tuple[str, str]:
 
 
 def invalidate(run: Path, field: str, value: str, reason: str) -> bool:
-    """Appends a mark to the log of ``run`` when something in it is meant; whether it was."""
+    """Appends a mark to the log of ``run`` when something in it is meant; whether it was.
+
+    Raises:
+        OpsdError: without a reason.
+    """
+    if not reason.strip():
+        raise OpsdError("--reason is empty", "a mark says why in every report", "give the reason")
     if not _meant(run, field, value):
         return False
     append(run, INVALIDATED, {"field": field, "value": value}, None, "recorded", reason)
@@ -125,7 +130,7 @@ def runs_below(folders: Iterable[Path]) -> list[Path]:
 
 def _meta(run: Path) -> Mapping[str, Any]:
     path = run / "meta.json"
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def _meant(run: Path, field: str, value: str) -> bool:

@@ -205,11 +205,21 @@ def test_nothing_else_is_marked(run, where):
 
 
 @pytest.mark.parametrize(
-    "where", ["version=x", "version=", "contract=123", "contract=nothexdigit", "recipe=opd", "brief=", "brief"]
+    "where", ["version=x", "version=", "version=²", "contract=123", "contract=nothexdigit", "recipe=opd", "brief=", "brief"]
 )
 def test_where_is_checked(run, where, capsys):
     assert main(["evidence", "invalidate", str(run.path), "--where", where, "--reason", "x"]) == 2
     assert "way out" in capsys.readouterr().err
+
+
+def test_a_mark_has_a_reason(run, capsys):
+    assert main(["evidence", "invalidate", str(run.path), "--where", "version=3", "--reason", " "]) == 2
+    assert "--reason is empty" in capsys.readouterr().err and marks(run.path) == []
+
+
+def test_a_claim_is_made_of_a_run_that_is_there(tmp_path):
+    assert main(["evidence", "claim", str(tmp_path / "typo"), "a", "--status", "not established", "--text", "t"]) == 2
+    assert not (tmp_path / "typo").exists()
 
 
 # ---- predictions ------------------------------------------------------------------------------------------------------
@@ -393,6 +403,7 @@ def test_ledger_keeps_its_history(run, tmp_path):
         Claim("a", "text", "superseded", by="nobody"),
         Claim("a", "text", "retracted", why="never made"),
         Claim("a", "", "not established"),
+        Claim("", "text", "not established"),
         Claim("a", "text", "proven"),
     ],
 )

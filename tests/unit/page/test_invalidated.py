@@ -87,3 +87,40 @@ def test_every_table_of_a_comparison_page(runs, tmp_path):
     said = json.loads((tmp_path / "comparison.json").read_text())
     assert [bool(s["invalidated"]) for s in said["standings"]] == [False, True]
     assert {c["model"] for c in said["comparisons"]} == {"0 (invalidated)"}
+
+
+EDITS = {
+    "a value": lambda x: x | {"value": 0},
+    "a line that is none": lambda x: {"a": 1, "hash": x["hash"]},
+    "its gate": lambda x: x | {"gate": 3},
+    "its time": lambda x: x | {"time": "yesterday"},
+    "its verdict": lambda x: x | {"verdict": "fine"},
+}
+
+
+@pytest.mark.parametrize("gate,edit", [*(("invalidated", e) for e in EDITS), ("episode", "a value"), ("identity", "its time")])
+def test_every_table_says_that_the_log_was_edited(runs, tmp_path, gate, edit, capsys, monkeypatch):
+    """Whatever an edit leaves of a line: the mark that it took away must not be missed without a word."""
+    monkeypatch.setenv("COLUMNS", "300")
+    run = shutil.copytree(runs / "0", tmp_path / "run")
+    log = (run / "evidence.jsonl").read_text().splitlines()
+    at = next(n for n, line in enumerate(log) if json.loads(line)["gate"] == gate)
+    log[at] = json.dumps(EDITS[edit](json.loads(log[at])))
+    (run / "evidence.jsonl").write_text("\n".join(log) + "\n")
+    for command in ("standings", "behaviour", "report"):
+        assert main([command, str(run)]) == 0
+        assert "evidence.jsonl is not as it was" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert main(["evidence", "list", str(run)]) == 0
+    capsys.readouterr()
+    assert main(["evidence", "verify", str(run)]) == 1 and f"line {at}: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["meta.json", "evidence.head"])
+def test_a_file_that_cannot_be_read_is_named(runs, tmp_path, name, capsys):
+    run = shutil.copytree(runs / "0", tmp_path / "run")
+    (run / name).write_text("{")
+    assert main(["evidence", "invalidate", str(run), "--where", "version=0", "--reason", WHY]) == 2
+    assert name in capsys.readouterr().err
+    if name == "meta.json":
+        assert {main([command, str(run)]) for command in ("standings", "behaviour", "report")} == {2}
+        assert capsys.readouterr().err.count("rule: it holds the JSON object") == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from verl_opsd.evaluation.report import epoch_of, trained_episodes
 from verl_opsd.evidence.chain import Finding, verify
 from verl_opsd.evidence.graded import State
 from verl_opsd.evidence.invalidation import Mark, marks
-from verl_opsd.rundir import RunDir
+from verl_opsd.rundir import RunDir, read_json
 from verl_opsd.tokens.branches import build_trajectories
 from verl_opsd.tokens.records import Episode
 from verl_opsd.tokens.store import EpisodeStore
@@ -64,7 +63,7 @@ def read_meta(run: RunDir) -> tuple[dict[str, Any], OpsdConfig]:
     path = run.path / "meta.json"
     if not path.is_file():
         raise OpsdError(f"{path} does not exist", "a report is made from a run's directory", "name the run's directory")
-    meta = dict(json.loads(path.read_text()))
+    meta = read_json(path)
     if "opsd" not in meta:
         rule = "a report is made from a run that acted: its meta.json has the section `opsd` of its configuration"
         raise OpsdError(
