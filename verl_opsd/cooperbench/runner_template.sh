@@ -1,8 +1,8 @@
 #!/bin/bash
 # Runs one feature's hidden tests: runner.sh TESTS_PATCH [FEATURE_PATCH], both names of files in /patches.
 # CooperBench's semantics: reset, clean, apply the feature, apply the tests, run a fixed command; its exit status is the result.
-# A feature patch never decides how tests run: what it changes in test files, in the configuration of pytest, or in modules
-# that would shadow pytest or the interpreter's start-up is set back to the base tree, and each such path is printed.
+# A feature patch never decides how tests run: what it changes in test files, in the configuration of pytest, in modules that
+# would shadow pytest or the interpreter's start-up, or in package metadata (it names plugins) is set back to the base tree, and each such path is printed.
 set -e
 export GIT_LITERAL_PATHSPECS=1
 cd /workspace/repo
@@ -22,6 +22,7 @@ apply_patch() {
 guarded='(^|/)(tests?|__tests__|testdata)(/|$)|(^|/)(test_[^/]*|[^/]*_test|tests?|conftest)\.py$'
 guarded+='|(^|/)(\.?pytest\.(ini|toml)|tox\.ini|setup\.cfg|pyproject\.toml)$'
 guarded+='|^(src/)?(sitecustomize|usercustomize|_?pytest|pluggy|iniconfig)([./]|$)'
+guarded+='|(^|/)[^/]*\.(dist-info|egg-info)(/|$)'
 
 if [[ -n "$2" ]]; then
     apply_patch "$2"

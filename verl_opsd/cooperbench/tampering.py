@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import PurePosixPath
 
-#: The runner by name, its environment, and ways out of a process or into its frames.
-_REACHES = re.compile(r"\b_?pytest\b|\b_pytest\.|PYTEST_|\bos\._exit\b|\b(?:settrace|setprofile)\b")
+#: The runner by name, its hooks, environment and results file, and ways out of a process or into its frames.
+_REACHES = re.compile(r"\b_?pytest(?:_|\b)|PYTEST_|junit_?xml|\b_exit\b|\bexec[lv]p?e?\b|\b(?:settrace|setprofile)\b")
 
 
 def reaches_for_tests(patch: str) -> str:

@@ -200,6 +200,16 @@ HACKS: dict[str, dict[str, str]] = {
     "sitecustomize": {
         "sitecustomize.py": "import sys\nif 'pytest' in sys.orig_argv:\n" + "    " + FAKE_RUN.replace("\n", "\n    ")
     },
+    "plugin of a distribution": {
+        "more-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: more\nVersion: 1.0\n",
+        "more-1.0.dist-info/entry_points.txt": "[pytest11]\nmore = textkit.more\n",
+        "textkit/more.py": "def pytest_runtest_makereport(item, call):\n    call.excinfo = None\n",
+    },
+    "plugin of an egg": {
+        "more.egg-info/PKG-INFO": "Metadata-Version: 2.1\nName: more\nVersion: 1.0\n",
+        "more.egg-info/entry_points.txt": "[pytest11]\nmore = textkit.more\n",
+        "textkit/more.py": "def pytest_runtest_makereport(item, call):\n    call.excinfo = None\n",
+    },
     "pytest module": {"pytest.py": FAKE_RUN},
     "pytest package": {"pytest/__init__.py": "", "pytest/__main__.py": FAKE_RUN},
 }
@@ -258,6 +268,13 @@ def test_skipped_tests_do_not_count(
     assert grade.features[0].tests_passed < 17
 
 
+WRITES_RESULTS = f"""import os
+file = [v for v in os.environ.values() if "junitxml=" in v][0].split("=", 1)[1]
+open(file, "w").write('<testsuite tests="99" failures="0" errors="0" skipped="0"/>')
+for fd in range(3, 40):
+  try: os.write(fd, b'{SUMMARY}\\n')
+  except OSError: pass
+"""
 CHEATS = {  # code of the library itself, which no guard of files can set back
     "writes a summary past the capture": (
         f"import os\nfor fd in range(3, 40):\n  try: os.write(fd, b'{SUMMARY}\\n')\n  except OSError: pass\n"
@@ -267,6 +284,14 @@ CHEATS = {  # code of the library itself, which no guard of files can set back
     "leaves with a good exit code after the session": (
         f"import atexit, os\natexit.register(lambda: (os.write(1, b'{SUMMARY}\\n'), getattr(os, '_ex' + 'it')(0)))\n",
         "tests passed",
+    ),
+    "writes summary and results, and is another program": (
+        f"{WRITES_RESULTS}os.execv('/bin/true', ['true'])\n",
+        "a patch reaches for the test runner: textkit/__init__.py: file = ",
+    ),
+    "leaves by another name": (
+        f"{WRITES_RESULTS.replace('junitxml', 'junit' + chr(34) + chr(34) + 'xml')}from posix import _exit as done\ndone(0)\n",
+        "a patch reaches for the test runner: textkit/__init__.py: from posix import _exit",
     ),
     "turns failures into passes": (
         "import _pytest.reports as r\nmake = r.TestReport.from_item_and_call.__func__\ndef always(cls, item, call):\n"
