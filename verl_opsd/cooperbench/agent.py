@@ -109,6 +109,9 @@ class PairAgent(DefaultAgent):
         if recipient not in peers:
             output = f"send_message: there is no colleague {recipient!r}, so nothing was sent. Write to: {', '.join(peers)}"
             return {"output": output, "returncode": 1, "exception_info": ""}
+        if any("\ud800" <= c <= "\udfff" for c in action.get("content", "")):  # no model could read it
+            output = "send_message: the message is not valid Unicode, so nothing was sent."
+            return {"output": output, "returncode": 1, "exception_info": ""}
         return super()._handle_send_message(action)
 
     def _nudge_unsubmitted(self) -> bool:

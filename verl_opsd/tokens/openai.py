@@ -105,10 +105,16 @@ def plain_message(message: dict[str, Any]) -> dict[str, Any]:
                 "put the text into content",
             )
     content = message.get("content")
-    if isinstance(content, list) and all(isinstance(p, dict) and set(p) == {"type", "text"} for p in content):
+    if isinstance(content, list) and all(_is_text_part(part) for part in content):
         plain["content"] = "".join(part["text"] for part in content)
     calls = message.get("tool_calls")
-    if isinstance(calls, list) and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls):
+    if calls:
+        if not (isinstance(calls, list) and all(_is_call(call) for call in calls)):
+            raise OpsdError(
+                f"a message with tool_calls={json.dumps(calls)[:100]}",
+                "a call is {id, type, function: {name, arguments}}, its arguments a JSON text",
+                "send the calls of a reply back as they came",
+            )
         plain["tool_calls"] = [
             {
                 "id": call.get("id"),
@@ -118,6 +124,15 @@ def plain_message(message: dict[str, Any]) -> dict[str, Any]:
             for call in calls
         ]
     return plain
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and set(part) == {"type", "text"} and isinstance(part["text"], str)
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and all(isinstance(function.get(key), str) for key in ("name", "arguments"))
 
 
 def completion(

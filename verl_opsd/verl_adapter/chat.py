@@ -173,7 +173,12 @@ class VerlReplyParser:
         content, calls = await self._parser.extract_tool_calls(body, schemas)
         if calls:
             content = content.rstrip("\n")
-        return content, [ToolCall(call.name, call.arguments, call.tool_call_id or "") for call in calls]
+        return content, [ToolCall(_text(call.name), _text(call.arguments), call.tool_call_id or "") for call in calls]
+
+
+def _text(written: str) -> str:
+    """Half a character that a call's JSON wrote as an escape (``\\ud800``) stays that escape: no tokenizer reads it otherwise."""
+    return written.encode("utf-8", "backslashreplace").decode()
 
 
 def _list(tools: Tools) -> list[dict[str, Any]] | None:

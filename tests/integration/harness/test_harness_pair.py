@@ -174,14 +174,16 @@ def test_command_over_its_limit_is_killed_and_the_agent_is_told(play):
 def test_a_command_that_would_lose_a_message_is_refused_whole(play):
     lossy = "send_message agent2 <<'MSG'\nfirst\nMSG\nsend_message agent2 \"second\"\ntouch ran"
     residue = 'touch ran; send_message agent2 "x"; touch ran'
-    first = Script([lossy, residue, 'send_message agent9 "x"', 'send_message agent2 "kept" && touch other', "ls", SUBMIT])
-    second = Script([until(lambda: len(first.seen) > 5, "true")])
+    half = 'send_message agent2 "half a character \ud800"'  # no tokenizer reads it: it would void the peer's run
+    first = Script([lossy, residue, 'send_message agent9 "x"', 'send_message agent2 "kept" && touch other', "ls", half, SUBMIT])
+    second = Script([until(lambda: len(first.seen) > 6, "true")])
     run = play(first, second)
     seen = first.observations()
     assert "could not parse that call, so nothing was sent" in seen[0] and '"returncode": 1' in seen[0]
     assert "could not parse that call, so nothing was sent" in seen[1]
     assert "there is no colleague \\u0027agent9\\u0027" in seen[2]
     assert "ran" not in json.loads(seen[4])["output"] and "other" in json.loads(seen[4])["output"]
+    assert "not valid Unicode, so nothing was sent" in seen[5]
     assert run.agents[0].sent_messages == 1
     delivered = [m["content"] for m in second.seen[-1] if m["content"].startswith("[Message from")]
     assert delivered == ["[Message from agent1]: kept"]

@@ -229,6 +229,12 @@ def test_bodies_that_are_no_request():
             for body in (b"", b"{", b"[]", b"\xff"):
                 assert (await http.post("/chat/completions", content=body)).status_code == 400
             assert (await http.post("/chat/completions", content=b" " * 3000)).status_code == 413
+        for text in (None, 5, ["11"]):
+            answer = await ask(access, [SYS, {**TASK, "content": [{"type": "text", "text": text}]}])
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+        for calls in ("x", [1], [{"id": "c"}], [{"function": {"name": None, "arguments": "{}"}}]):
+            answer = await ask(access, [SYS, TASK, {"role": "assistant", "content": "20", "tool_calls": calls}, tool("30")])
+            assert answer.status_code == 400 and "tool_calls" in answer.json()["error"]["message"]
         assert access.session.records() == ()
 
     served(work, limits=HttpLimits(body_bytes=2000))

@@ -164,6 +164,21 @@ def test_parser():
     assert parse(encode('<tool_call>\n{"name": "bash", "arg\n</tool_call><|im_end|>'))[1] == []
 
 
+def test_half_a_character_in_a_call_stays_the_escape_that_was_written():
+    """What JSON reads from it no tokenizer takes, and calls are rendered again where a history is rewritten or summarised."""
+    written = '{"name": "bash", "arguments": {"command": "echo \\ud800 \\ud83d\\ude00"}}'
+    _, (call,) = parse(encode(f"<tool_call>\n{written}\n</tool_call><|im_end|>"))
+    assert call.arguments == '{"command": "echo \\ud800 \U0001f600"}'
+    _, (call,) = parse(encode(f"<tool_call>\n{written.replace('bash', 'b' + chr(92) + 'udfff')}\n</tool_call><|im_end|>"))
+    assert call.name == "b\\udfff"
+    message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": call.name, "arguments": call.arguments}}],
+    }
+    assert "\\ud800" in chat_tokenizer().decode(VerlTokenBuilder(chat_tokenizer(), "qwen3").initial([message], TOOLS))
+
+
 def test_xml_parser():
     text = "<tool_call>\n<function=bash>\n<parameter=command>\nls\n</parameter>\n</function>\n</tool_call><|im_end|>"
     _, calls = parse(encode(text), "qwen3_coder")
