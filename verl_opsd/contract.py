@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from verl_opsd.errors import OpsdError
 
 SCHEMA = 2
+
+Thinking = Literal["keep", "strip"]
 
 #: Fields that no configuration sets: they are found out when a run starts.
 FOUND = ("harness", "templates_hash", "tokenizer_hash", "dataset_hash", "subset_hash", "serving", "sandbox_traits")
@@ -63,7 +66,7 @@ class EvalContract:
     top_k: int = -1
     compaction: bool = False
     compaction_trigger: int = 28000
-    thinking: Literal["keep", "strip"] = "keep"
+    thinking: Thinking = "keep"
     tool_parser: str = "hermes"
     reasoning_parser: str = "think_tags"
     concurrency: int = 4
@@ -82,6 +85,15 @@ class EvalContract:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value, kind = getattr(self, f.name), {"int": int, "float": float, "bool": bool}.get(str(f.type), str)
+            if kind is float and type(value) is int:  # 1 and 1.0 are one rule, and have one hash
+                object.__setattr__(self, f.name, value := float(value))
+            if type(value) is not kind or (type(value) is float and not math.isfinite(value)):
+                finite = ", finite" if kind is float else ""
+                raise OpsdError(f"contract.{f.name}={value!r}", f"{f.name} is of type {kind.__name__}{finite}", "correct it")
+        if self.thinking not in get_args(Thinking):
+            raise OpsdError(f"contract.thinking={self.thinking!r}", f"it is one of {get_args(Thinking)}", "choose one")
         positive = (
             "step_limit",
             "command_timeout_s",

@@ -108,3 +108,28 @@ def test_unlimited_steps_are_refused():
 def test_unknown_field_is_refused():
     with pytest.raises(OpsdError, match="stepz"):
         EvalContract.from_dict({"stepz": 1})
+
+
+def test_equal_contracts_have_one_hash():
+    whole = EvalContract(temperature=1, top_p=1, command_timeout_s=300, cost_limit=0)
+    assert whole == EvalContract() and whole.hash == EvalContract().hash
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("wall_limit_s", float("inf")),
+        ("cost_limit", float("nan")),
+        ("step_limit", 1.5),
+        ("step_limit", True),
+        ("step_limit", "200"),
+        ("top_k", 2.5),
+        ("messaging", "false"),
+        ("thinking", "kept"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(name, value):
+    with pytest.raises(OpsdError, match=rf"contract\.{name}="):
+        EvalContract(**{name: value})
