@@ -33,11 +33,22 @@ if TYPE_CHECKING:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes ``value`` atomically: readers see the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
-    temporary.replace(path)
+    """Writes ``value`` atomically: readers see the old file or the new one, never a part.
+
+    Raises:
+        OpsdError: no file can be at ``path``.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+        temporary.replace(path)
+    except (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        raise OpsdError(
+            f"{path}: {error}", "a file is written into a folder that exists or can be made", "name another path"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

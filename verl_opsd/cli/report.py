@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,8 +53,10 @@ def report(args: argparse.Namespace) -> int:
         raise OpsdError(
             "--teacher, --reruns or --varies of one run", "they say how runs are compared", "name runs with --compare"
         )
-    if args.max_mb <= 0:
-        raise OpsdError(f"--max-mb {args.max_mb}", "a size is above 0", "leave it out for 20")
+    if not 0 < args.max_mb < math.inf:
+        raise OpsdError(f"--max-mb {args.max_mb}", "a size is a number above 0", "leave it out for 20")
+    if args.dataset is not None and not args.dataset.is_dir():
+        raise OpsdError(f"--dataset {args.dataset} is no folder", "it holds the tasks of the run", "correct the path")
     if args.compare is not None:
         from verl_opsd.evaluation.write import write_comparison
 

@@ -28,11 +28,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def select(args: argparse.Namespace, console: Console | None = None) -> int:
-    """Prints a table and the choice; 1 when no checkpoint qualifies and beats the base."""
+    """Prints a table and the choice; 1 when no checkpoint that nothing invalidates qualifies and beats the base."""
     from verl_opsd.evaluation.selection import DEFAULT, chosen, read_gates, scan, val_losses
-    from verl_opsd.evaluation.sources import load_models
+    from verl_opsd.evaluation.sources import load_models, model_standings, require_one_contract
 
     gates = read_gates(args.gates) if args.gates else DEFAULT
+    require_one_contract(args.runs, None)
     models = load_models(args.runs, args.split)
     losses: dict[str, float] = {}
     if args.losses is not None:
@@ -40,15 +41,25 @@ def select(args: argparse.Namespace, console: Console | None = None) -> int:
             raise OpsdError(f"--losses {args.losses}", "it is the metrics.jsonl of a warm start", "correct the path")
         losses = {f"step{n}": loss for n, loss in val_losses(args.losses).items() if f"step{n}" in models}
     arms = scan(models, args.base, gates, losses)
+    rows = model_standings(args.runs, models, args.split)
+    invalidated = {r.model for r in rows if r.invalidated}
     table = Table("arm", *(f"{g.name}: {g.metric}" for g in gates), "features passed", "val loss", "qualified")
     for arm in arms:
         cells = [f"{_show(v.value)} {'pass' if v.passed else 'FAIL'}" for v in arm.verdicts]
         loss = "" if arm.val_loss is None else f"{arm.val_loss:.4f}"
-        table.add_row(arm.name, *cells, _show(arm.features), loss, "yes" if arm.qualified else "no")
+        qualified = "invalidated" if arm.name in invalidated else "yes" if arm.qualified else "no"
+        style = "strike" if arm.name in invalidated else None
+        table.add_row(arm.name, *cells, _show(arm.features), loss, qualified, style=style)
     console = console or Console()
     console.print(table)
-    best = chosen(arms, args.base)
-    console.print(f"chosen: {best or 'none; no checkpoint qualifies and passes more features than the base'}", highlight=False)
+    for row in rows:
+        for said in (*row.invalidated, *row.doubts):
+            console.print(f"{row.model}: {said}", soft_wrap=True, highlight=False)
+    valid = [arm for arm in arms if arm.name not in invalidated]
+    best = None if args.base in invalidated else chosen(valid, args.base)
+    console.print(
+        f"chosen: {best or 'none; no valid checkpoint qualifies and passes more features than a valid base'}", highlight=False
+    )
     return int(best is None)
 
 

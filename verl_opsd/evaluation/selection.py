@@ -133,10 +133,21 @@ def chosen(arms: Sequence[Arm], base: str) -> str | None:
 
 
 def val_losses(metrics: Path) -> dict[int, float]:
-    """Step -> validation loss, from the ``metrics.jsonl`` of a warm start; of a step that was run twice the last."""
+    """Step -> validation loss, from the ``metrics.jsonl`` of a warm start; of a step that was run twice the last.
+
+    Raises:
+        OpsdError: another form.
+    """
     out: dict[int, float] = {}
-    for line in metrics.read_text().splitlines():
-        entry: dict[str, Any] = json.loads(line)
-        if "val/loss" in entry["data"]:
-            out[int(entry["step"])] = float(entry["data"]["val/loss"])
+    try:
+        for line in metrics.read_text().splitlines():
+            entry: dict[str, Any] = json.loads(line)
+            if "val/loss" in entry["data"]:
+                out[int(entry["step"])] = float(entry["data"]["val/loss"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OpsdError(
+            f"{metrics}: {type(error).__name__}: {error}",
+            'it is the metrics.jsonl of a warm start: {"step": ..., "data": {...}} a line',
+            "correct the path",
+        ) from error
     return out

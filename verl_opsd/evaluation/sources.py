@@ -25,8 +25,14 @@ from verl_opsd.tokens.store import EpisodeStore
 
 
 def split_name(spec: str) -> tuple[str, Path]:
-    """``NAME=PATH`` or ``PATH``, whose name is its last part; a folder that is there may have ``=`` in its own name."""
+    """``NAME=PATH`` or ``PATH``, whose name is its last part; a folder that is there may have ``=`` in its own name.
+
+    Raises:
+        OpsdError: ``=PATH``.
+    """
     name, equals, path = ("", "", spec) if Path(spec).expanduser().is_dir() else spec.partition("=")
+    if equals and not name:
+        raise OpsdError(spec, "a model has a name, its own or the folder's", f"write NAME={path}, or {path}")
     folder = Path(path if equals else spec).expanduser()
     return (name if equals else folder.resolve().name), folder
 
@@ -95,11 +101,15 @@ def _info(folder: Path, episodes: Sequence[Episode], split: str, version: int | 
 
 
 def require_one_contract(specs: Sequence[str], varies: str | None) -> None:
-    """Refuses to compare run directories of different contracts, but for one declared field. Logs of the harness carry none.
+    """Refuses to compare run directories of different contracts, but for one declared field, and a folder with itself. Logs of the
+    harness carry no contract.
 
     Raises:
-        OpsdError: naming the fields that differ.
+        OpsdError: naming the fields that differ, or a folder that is named twice.
     """
+    folders = [folder.resolve() for _, folder in map(split_name, specs)]
+    if twice := sorted({str(f) for f in folders if folders.count(f) > 1}):
+        raise OpsdError(f"{', '.join(twice)} named twice", "a run compared with itself shows nothing", "name each run once")
     runs = [RunDir(folder) for _, folder in map(split_name, specs) if (folder / "contract.json").is_file()]
     for run in runs[1:]:
         runs[0].contract().require_same(run.contract(), str(run.path), varies, mine=str(runs[0].path))
@@ -119,14 +129,14 @@ def comparisons(
         nodes: model -> what served it.
 
     Raises:
-        OpsdError: a name that is no model, or nothing to compare.
+        OpsdError: a name that is no model, a re-run that is the baseline or named twice, or nothing to compare.
     """
     unknown = {baseline, *reruns} - set(models)
     others = [m for m in models if m != baseline and m not in reruns]
-    if unknown or not others:
+    if unknown or not others or len({baseline, *reruns}) <= len(reruns):
         raise OpsdError(
             f"baseline {baseline}, re-runs {list(reruns)}, models {list(models)}",
-            "a comparison is of a model with a baseline among those that were named",
+            "a comparison is of a model with a baseline among those that were named; a re-run is another of them, named once",
             "correct the names, or name a model to compare",
         )
     rng = np.random.default_rng(0)

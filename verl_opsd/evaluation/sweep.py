@@ -44,7 +44,7 @@ def read_sweep(folder: Path) -> Sweep:
     """The jobs of a multirun; the standing of each is of its last evaluated version of the policy.
 
     Raises:
-        OpsdError: no multirun, or jobs whose contracts differ in a field that was not declared.
+        OpsdError: no multirun, a job whose overrides can't be read, or jobs whose contracts differ in a field that was not declared.
     """
     numbers = (
         sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and (p / ".hydra").is_dir())
@@ -67,7 +67,15 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def _overrides(job: Path) -> dict[str, str]:
-    listed: list[str] = yaml.safe_load((job / ".hydra" / "overrides.yaml").read_text())
+    path = job / ".hydra" / "overrides.yaml"
+    try:
+        listed = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        listed = f"{type(error).__name__}: {error}"
+    if not isinstance(listed, list) or not all(isinstance(o, str) for o in listed):
+        raise OpsdError(
+            f"{path}: {listed}", "it lists a job's overrides, as Hydra wrote them", "restore it, or take the job out"
+        )
     return dict(o.lstrip("+").split("=", 1) for o in listed if "=" in o)
 
 

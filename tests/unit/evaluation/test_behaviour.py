@@ -252,7 +252,7 @@ def test_drift_of_a_table_is_of_action_shares_against_base_and_teacher():
     found = {m.key: m.drift for m in table.metrics if m.drift}
     assert set(found) == {k for k in DEFINITIONS if k.startswith("action_")}
     assert found["action_write"] == {"s": "toward"}
-    for wrong in ({"base": "base"}, {"base": "base", "teacher": "nobody"}):
+    for wrong in ({"base": "base"}, {"base": "base", "teacher": "nobody"}, {"base": "base", "teacher": "base"}):
         with pytest.raises(OpsdError, match="base and a teacher"):
             behaviour({"base": [first()]}, **wrong)
 

@@ -14,6 +14,8 @@ from verl_opsd.cli.select import select
 from verl_opsd.contract import EvalContract
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.selection import DEFAULT, QualificationGate, chosen, read_gates, scan, val_losses
+from verl_opsd.evidence.invalidation import invalidate
+from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.tokens import AgentOutcome, Episode, EpisodeStore, FeatureGrade, Grade
 
 CONTRACT = EvalContract().hash
@@ -117,3 +119,33 @@ def test_the_command(tmp_path: Path):
     assert select(args, console) == 0
     text = console.export_text()
     assert "chosen: step5" in text and "0.7500" in text and "3 of 4" in text
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"step": 5}', '{"step": 5, "data": {"val/loss": null}}'])
+def test_losses_that_are_none_are_refused(text, tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(OpsdError, match=r"metrics\.jsonl of a warm start"):
+        val_losses(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("name", ["base", "step5"])
+def test_what_was_invalidated_is_not_chosen_and_not_chosen_against(name, tmp_path: Path):
+    for run, episodes in (("base", BASE), ("step5", GOOD)):
+        for e in episodes:
+            RunDir(tmp_path / run).store_episode(EpisodeStore(tmp_path / run / "episodes"), e)
+        write_json(tmp_path / run / "contract.json", EvalContract().as_dict())
+    args = parser().parse_args(["select", *(f"{n}={tmp_path / n}" for n in ("base", "step5")), "--base", "base"])
+    assert select(args, Console(quiet=True)) == 0
+    assert invalidate(tmp_path / name, "contract", CONTRACT[:12], "another harness")
+    console = Console(record=True, width=200)
+    assert select(args, console) == 1
+    text = console.export_text()
+    assert f"{name}: invalidated (contract={CONTRACT[:12]}): another harness" in text and "chosen: none" in text
+
+
+def test_checkpoints_of_different_contracts_are_refused(tmp_path: Path):
+    for run, steps in (("base", 100), ("step5", 200)):
+        write_json(tmp_path / run / "contract.json", EvalContract(step_limit=steps).as_dict())
+    args = parser().parse_args(["select", *(f"{n}={tmp_path / n}" for n in ("base", "step5")), "--base", "base"])
+    with pytest.raises(OpsdError, match="step_limit"):
+        select(args, Console(quiet=True))

@@ -285,10 +285,33 @@ def test_runs_of_different_contracts_are_not_compared(runs, capsys):
     assert main([*arguments, "--varies", "step_limit"]) == 0
 
 
-@pytest.mark.parametrize("extra", [["--reruns", "x"], ["--baseline", "x"], ["--baseline", "base", "--reruns", "again,student"]])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--reruns", "x"],
+        ["--baseline", "x"],
+        ["--baseline", "base", "--reruns", "again,student"],
+        ["--baseline", "base", "--reruns", "base"],
+        ["--baseline", "base", "--reruns", "again,again"],
+    ],
+)
 def test_names_that_are_no_models_are_refused(runs, extra, capsys):
     assert main(["standings", *(str(runs / n) for n in ("base", "again", "student")), *extra]) == 2
     assert "rule:" in capsys.readouterr().err
+
+
+def test_a_run_is_not_compared_with_itself(runs, capsys):
+    """Under another name either: its noise floor would be 0."""
+    specs = [f"{n}={runs / 'base'}" for n in ("a", "b")]
+    assert main(["standings", *specs, str(runs / "student"), "--baseline", "a", "--reruns", "b"]) == 2
+    assert "named twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--json", "."], ["--json", "base/contract.json/x"]])
+def test_files_that_cannot_be_written_and_models_without_a_name_are_refused(runs, arguments, capsys, monkeypatch):
+    monkeypatch.chdir(runs)
+    assert main(["standings", "base", *arguments]) == 2 and "name another path" in capsys.readouterr().err
+    assert main(["standings", "=base"]) == 2 and "a model has a name" in capsys.readouterr().err
 
 
 def test_comparisons_leave_out_pairs_that_one_side_lacks():

@@ -71,6 +71,15 @@ def test_a_job_without_evaluation_is_said(sweep):
     ]
 
 
+@pytest.mark.parametrize("text", [None, "", "{", "a: 1", "- 3"])
+def test_overrides_that_cannot_be_read_are_named(sweep, text, capsys):
+    path = sweep / "1" / ".hydra" / "overrides.yaml"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    assert main(["sweep", str(sweep)]) == 2 and f"error: {path}: " in capsys.readouterr().err
+
+
 def test_undeclared_differences_and_other_folders_are_refused(sweep, tmp_path_factory, capsys):
     job(sweep, 3, 400, 0, varies=None)
     assert main(["sweep", str(sweep)]) == 2 and "varies one field" in capsys.readouterr().err

@@ -330,6 +330,9 @@ def test_compare_says_what_the_same_weights_explain_and_refuses_other_contracts(
         ["--compare", "RUN"],
         ["--compare", "RUN", "RUN"],
         ["RUN", "--max-mb", "0"],
+        ["RUN", "--max-mb", "nan"],
+        ["RUN", "--max-mb", "inf"],
+        ["RUN", "--dataset", "RUN/gone"],
         ["RUN", "--reruns", "RUN"],
     ],
 )

@@ -47,12 +47,13 @@ def behaviour(
         base, teacher: names of those that drift is measured from and towards; both or none.
 
     Raises:
-        OpsdError: no model, the same episode twice, or a base or teacher that is not one of the models.
+        OpsdError: no model, the same episode twice, or a base or teacher that is not one of the models, or that are one.
     """
-    if not models or (base is None) != (teacher is None) or not {base, teacher} - {None} <= set(models):
+    drifts = base is not None and teacher is not None and base != teacher and {base, teacher} <= set(models)
+    if not models or not (drifts or base is teacher is None):
         raise OpsdError(
             f"models {sorted(models)}, base {base}, teacher {teacher}",
-            "a table has a model, and drift needs a base and a teacher among them",
+            "a table has a model, and drift needs a base and a teacher among them, two of them",
             "name both, or none of them",
         )
     measured: dict[str, list[Measured]] = {}
