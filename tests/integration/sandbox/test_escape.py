@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator
@@ -100,6 +101,16 @@ def test_host_home_holds_the_interpreter_only(make):
         assert "home secret" not in result.text
     finally:
         marker.unlink()
+
+
+def test_libraries_of_the_host_are_not_read(make):
+    """A later release of the library that a task is about would show what its features ask for."""
+    packages = Path(sysconfig.get_path("purelib", vars={"base": sys.base_prefix}))
+    python3 = f"{sys.base_prefix}/bin/python3"
+    assert (packages / "pip").is_dir() and subprocess.run([python3, "-c", "import pip"]).returncode == 0
+    result = bash(make(), f"ls -A {packages}; ls -A /usr/lib/python3/dist-packages /usr/local/lib/python3*/*-packages 2>&-")
+    assert not [line for line in result.text.splitlines() if line and not line.endswith(":")]
+    assert "No module named 'pip'" in bash(make(), f"{python3} -c 'import json, pip'").text
 
 
 def test_shadow_and_host_users(make):

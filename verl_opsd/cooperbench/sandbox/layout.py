@@ -42,6 +42,12 @@ def interpreter_prefix() -> Path:
     return Path(sys.base_prefix)
 
 
+def installed_packages() -> list[Path]:
+    """Python packages of the host: a later release of a task's own library may be among them, which holds what its features ask for."""
+    roots = dict.fromkeys((interpreter_prefix(), Path("/usr"), Path("/usr/local")))
+    return [path for root in roots for path in sorted(root.glob("lib*/python3*/*-packages"))]
+
+
 def write_state(state: Path, uid: int) -> None:
     """Fills a sandbox's state directory: ``etc`` (read-only inside), ``home``, ``tmp`` and ``bin`` (the user's)."""
     etc = state / "etc"
@@ -156,7 +162,9 @@ def mount_args(spec: SandboxSpec, state: Path) -> list[str]:
         mounted.append(inside)
     args += ["--proc", "/proc", "--dev", "/dev"]
     args += ["--perms", "1777", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm"]
-    args += _covers((*spec.hidden, Path(verl_opsd.__file__).parent), [(source, inside) for _, source, inside in binds])
+    # Packages last: what else is hidden may lie in them, and a cover holds nothing to cover.
+    hidden = (*spec.hidden, Path(verl_opsd.__file__).parent, *installed_packages())
+    args += _covers(hidden, [(source, inside) for _, source, inside in binds])
     return [*args, "--remount-ro", "/"]
 
 
