@@ -11,6 +11,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.behaviour.definitions import DEFINITIONS
 from verl_opsd.evaluation.behaviour.log_tree import read_log_tree
 from verl_opsd.evaluation.behaviour.table import behaviour, distance, drift, reference
+from verl_opsd.evaluation.standings import standing
 
 SENT1, SENT2 = ("Message sent to agent1", 0), ("Message sent to agent2", 0)
 QUESTION = "I'll take parser.py. Which files do you need?"
@@ -157,6 +158,13 @@ def test_every_metric_by_hand(which):
         numerator, denominator = sum(c[0] for c in chosen), sum(c[1] for c in chosen)
         assert (got[key].numerator, got[key].denominator) == (pytest.approx(numerator), denominator), key
         assert got[key].value == (pytest.approx(numerator / denominator) if denominator else None), key
+
+
+def test_a_patch_that_the_grader_took_nothing_from_is_empty_as_in_the_standings():
+    one = first()
+    tests_alone = dataclasses.replace(one.grade, apply_status={"agent1": "skipped", "agent2": "skipped"})
+    e = dataclasses.replace(one, grade=tests_alone)
+    assert (rows({"m": [e]})["empty_patches"].numerator, standing("m", [e]).non_empty.passed) == (2, 0)
 
 
 def test_strata_pool_pairs_by_their_messages():

@@ -35,6 +35,7 @@ LABELLED = [
     ("git -C x --no-pager diff", {"git_inspect"}),
     ("git apply p.diff", {"write"}),
     ("git stash list", {"git_inspect"}),
+    ("grep -c a <<< word\npytest -q", {"explore", "test"}),
     ("git stash", {"other"}),
     ("git tag v1", {"git_publish"}),
     ("gh pr view 1", {"git_inspect"}),

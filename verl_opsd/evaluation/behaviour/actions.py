@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from verl_opsd.evaluation.behaviour.patterns import LABELS, OPENS_FILES
 
-_HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1([^\n]*)\n(.*?)(?:\n[ \t]*\2(?=[\s)]|$)|\Z)", re.DOTALL)
+_HEREDOC = re.compile(r"(?<!<)<<(?!<)-?\s*(['\"]?)(\w+)\1([^\n]*)\n(.*?)(?:\n[ \t]*\2(?=[\s)]|$)|\Z)", re.DOTALL)
 _QUOTED = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'", re.DOTALL)
 _SHELL = re.compile(r"\b(?:ba|z)?sh\s+-\w*c\s+(\"(?:[^\"\\]|\\.)*\"|'[^']*')", re.DOTALL)
 _NO_FILE = re.compile(r"2>{1,2}\s*[^\s;|&]+|&?>{1,2}\s*/dev/(?:null|stderr|stdout)|>&\s*\d|\d>&\d")

@@ -78,7 +78,7 @@ pairs_any | pairs with a pass | outcome | share | share | pairs with at least on
 submitted | submitted | outcome | share | share | agents with status Submitted / A
 limits_exceeded | limits exceeded | outcome | share | share | agents with status LimitsExceeded / A
 ended_in_error | ended in an error | outcome | share | share | agents with status Error / A
-empty_patches | empty patches | outcome | share | share | agents whose patch is empty / A
+empty_patches | empty patches | outcome | share | share | agents whose patch is empty, or of test files alone / A
 patch_bytes | median patch | outcome | median | bytes | median over A, empty patches as 0
 patch_bytes_non_empty | median non-empty patch | outcome | median | bytes | median over agents with a patch
 patch_kb_per_pair | patch a pair | outcome | mean | kB | bytes of both patches / 1000 P

@@ -16,7 +16,7 @@ from verl_opsd.evaluation.behaviour.conduct import Conduct, conducts
 from verl_opsd.evaluation.behaviour.definitions import DEFINITIONS, Definition
 from verl_opsd.evaluation.behaviour.events import Pair, stream
 from verl_opsd.evaluation.behaviour.patterns import ACTIONS
-from verl_opsd.evaluation.outcomes import merge_of, patch_bytes
+from verl_opsd.evaluation.outcomes import is_empty, merge_of, patch_bytes
 from verl_opsd.evaluation.shapes import MERGES
 from verl_opsd.tokens.records import Episode
 
@@ -157,6 +157,11 @@ def _published(f: _Facts) -> tuple[int, int]:
     return sum(bool(a.patch.strip()) or a.agent_id in opened for a in agents), len(agents)
 
 
+def _empty(f: _Facts) -> tuple[int, int]:
+    agents = f.pair.episode.agents
+    return sum(is_empty(a, f.pair.episode.grade) for a in agents), len(agents)
+
+
 _MEASURES: dict[str, Measure] = {
     "messages_per_pair": _pairs(lambda f: len(f.sends)),
     "messages_median": _values(lambda f: [len(f.sends)]),
@@ -202,7 +207,7 @@ _MEASURES: dict[str, Measure] = {
     "submitted": _status("Submitted"),
     "limits_exceeded": _status("LimitsExceeded"),
     "ended_in_error": _status("Error"),
-    "empty_patches": lambda f: Part(sum(b == 0 for b in f.bytes), len(f.bytes)),
+    "empty_patches": _counted(_empty),
     "patch_bytes": _values(lambda f: f.bytes),
     "patch_bytes_non_empty": _values(lambda f: [b for b in f.bytes if b]),
     "patch_kb_per_pair": _pairs(lambda f: sum(f.bytes) / 1000),
