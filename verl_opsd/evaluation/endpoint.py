@@ -118,19 +118,31 @@ async def warm_up(client: httpx.AsyncClient, model: str, contract: EvalContract)
     """One call with the agents' tool, before any pair: a cold or wrongly configured server is not measured.
 
     Raises:
-        OpsdError: the model is not served, its limit is below the contract's, the call failed, or a tool call came as text.
+        OpsdError: nothing answers, the model is not served, its limit is below the contract's, the call failed, or a tool call came as text.
     """
     load_harness()  # the import below would fetch a price list otherwise
     from cooperbench.agents.mini_swe_agent_v2.models.utils.actions_toolcall import BASH_TOOL
 
-    listed = await client.get("models", timeout=60)
+    try:
+        listed = await client.get("models", timeout=60)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise OpsdError(
+            f"{client.base_url}: {type(error).__name__}: {error}",
+            "an endpoint is the address of a server that answers, http://HOST:PORT/v1",
+            "correct the address, or start the server",
+        ) from error
     if listed.status_code != 200:
         raise OpsdError(
             f"{listed.url}: status {listed.status_code}: {listed.text[:200]}",
             "an endpoint lists its models and their limits",
             "correct the address or the key, or read the server's log",
         )
-    served = {m["id"]: m for m in listed.json()["data"]}
+    try:
+        served = {m["id"]: m for m in listed.json()["data"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise OpsdError(
+            f"{listed.url}: {listed.text[:200]!r}", "an endpoint lists its models as OpenAI's does", "correct the address"
+        ) from error
     if model not in served:
         raise OpsdError(f"{client.base_url} serves {sorted(served)}", f"--model {model} is one of them", "name a served model")
     limit = served[model].get("max_model_len")

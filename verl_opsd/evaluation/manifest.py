@@ -41,11 +41,27 @@ class Manifest:
         return {name: str(getattr(self, name)) for name in names}
 
 
+_COUNTS = ("context_length", "max_num_seqs", "parameters", "active_parameters")
+
+
+def _fits(name: str, value: Any, optional: bool) -> bool:
+    def number(x: Any, kind: Any, least: int) -> bool:
+        return isinstance(x, kind) and not isinstance(x, bool) and bool(least <= x < float("inf"))
+
+    if value is None:
+        return optional
+    if name in _COUNTS:
+        return number(value, int, 1)
+    if name == "prices":
+        return isinstance(value, list) and len(value) == 2 and all(number(x, (int, float), 0) for x in value)
+    return isinstance(value, str)
+
+
 def read_manifest(path: Path, contract: EvalContract) -> Manifest:
     """A manifest from its YAML file, checked against the contract.
 
     Raises:
-        OpsdError: no such file, an unknown or missing key, or a server that can't keep the contract.
+        OpsdError: no such file, an unknown or missing key, a value that can't be one, or a server that can't keep the contract.
     """
     try:
         values: Any = yaml.safe_load(path.read_text())
@@ -58,6 +74,13 @@ def read_manifest(path: Path, contract: EvalContract) -> Manifest:
         raise OpsdError(
             f"{path}: missing {sorted(needed - given)}, unknown {sorted(given - set(fields))}",
             f"a manifest has {', '.join(sorted(needed))}, and may have {', '.join(sorted(set(fields) - needed))}",
+            "correct the file",
+        )
+    wrong = [n for n, v in values.items() if not _fits(n, v, optional=n not in needed)]
+    if wrong:
+        raise OpsdError(
+            f"{path}: {', '.join(f'{n}={values[n]!r}' for n in wrong)}",
+            f"{', '.join(_COUNTS)} are whole numbers above 0, prices two numbers, the others text",
             "correct the file",
         )
     manifest = Manifest(**{**values, "prices": tuple(values["prices"]) if values.get("prices") else None})
