@@ -29,7 +29,7 @@ near_duplicate_share | near-duplicates | communication | share | share | S with 
 division_share | division of work | communication | share | share | S that match the division pattern / S
 question_share | questions | communication | share | share | S with a question mark outside of code and addresses / S
 answer_rate | questions answered | communication | share | share | questions with a delivered send back after they were delivered, each reply used once for the earliest / questions
-answered_promptly | answered within 5 steps | communication | share | share | S whose recipient sends back within 5 steps, the one that reads it being the first; unread ones are unanswered / S
+answered_promptly | answered within 5 steps | communication | share | share | S whose recipient sends back within 5 steps, the one that reads it being the first, and unread ones never / S
 wait_share | with --wait | communication | share | share | S that wait for a reply / S
 undelivered_share | not delivered | communication | share | share | sends that were refused, or whose peer had gone / all sends
 opening_division | opening division claim | method | share | share | agents whose first delivered send matches the division pattern / agents with a delivered send
