@@ -120,7 +120,6 @@ class OpsdTrainer(PPOTrainerSync):
             now = wait(*args)
             self.agent_loops.require_alive()
             self.ranks.require_alive(" while episodes were played")
-            self.queue.require_alive(" while episodes were played")  # last: what comes next asks the queue
             return now
 
         buffer._wait_for_next_poll = watched
@@ -210,7 +209,7 @@ class OpsdTrainer(PPOTrainerSync):
             pass  # it ends here: workers run, models are loaded, start-up checks have passed
         with (
             self.ranks.naming(lambda: f" in round {self.global_steps}"),
-            self.queue.naming(lambda: f" in round {self.global_steps}"),
+            self.queue.interrupting(lambda: f" in round {self.global_steps}"),
         ):
             super().fit(agent_loop_manager)
         if self.config.trainer.save_freq <= 0 and not self.config.trainer.val_only:

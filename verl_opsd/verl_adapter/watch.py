@@ -3,6 +3,8 @@ of an update shows itself as another rank's broken exchange, or not at all."""
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +23,8 @@ WAY_OUT = (
 
 #: Seconds in which Ray learns that a process has died, after another one has seen it.
 DEATH_S = 10.0
+#: Seconds between two looks of :meth:`ActorWatch.interrupting`.
+LOOK_S = 2.0
 
 
 def queue_actors() -> list[Any]:
@@ -86,3 +90,47 @@ class ActorWatch:
         except Exception:
             self.require_alive(doing(), wait_s)
             raise
+
+    @contextmanager
+    def interrupting(self, doing: Callable[[], str], wait_s: float = DEATH_S) -> Iterator[None]:
+        """A body that may wait for a dead actor for ever: a thread looks every :data:`LOOK_S` seconds, and a death ends the wait. Main
+        thread only. The wait is ended by a signal (SIGUSR2), since ``ray.get`` lets go for KeyboardInterrupt alone.
+
+        Args:
+            doing, wait_s: as in :meth:`naming`.
+
+        Raises:
+            OpsdError: an actor has died; otherwise what the body raises.
+        """
+        found: list[OpsdError] = []
+        ended = threading.Event()
+
+        def look() -> None:
+            while not ended.wait(LOOK_S):
+                try:
+                    self.require_alive(doing())
+                except OpsdError as error:
+                    found.append(error)
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)  # type: ignore[arg-type]
+                    return
+
+        def interrupt(*_: object) -> None:
+            if not ended.is_set():
+                raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGUSR2, interrupt)
+        thread = threading.Thread(target=look, daemon=True, name="actor-watch")
+        thread.start()
+        try:
+            try:
+                with self.naming(doing, wait_s):
+                    yield
+            finally:
+                ended.set()
+        except KeyboardInterrupt:
+            if found:
+                raise found[0] from None
+            raise
+        finally:
+            thread.join()
+            signal.signal(signal.SIGUSR2, before)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 import ray
@@ -69,6 +71,35 @@ def test_a_call_that_waits_for_all_ends_with_the_first_death():
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(calls)
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("wait", ["ray", "lock", "sleep"])
+def test_a_wait_without_end_is_ended_by_a_death(wait: str):
+    busy, dies = Actor.remote(), Actor.remote()
+    pid = ray.get(dies.pid.remote())
+    watch = ActorWatch([dies], "process of TransferQueue", "it holds rows")
+    before = signal.getsignal(signal.SIGUSR2)
+    waits = {"ray": lambda: ray.get(busy.sleep.remote()), "lock": Future().result, "sleep": lambda: time.sleep(60)}
+    started = time.monotonic()
+    with (
+        pytest.raises(OpsdError, match="process of TransferQueue 0 has died in round 2"),
+        watch.interrupting(lambda: " in round 2"),
+    ):
+        os.kill(pid, signal.SIGKILL)
+        waits[wait]()
+    assert time.monotonic() - started < 50
+    assert signal.getsignal(signal.SIGUSR2) == before
+
+
+def test_what_ends_otherwise_is_left_as_it_is():
+    watch = ActorWatch([Actor.remote()], "process of TransferQueue", "it holds rows")
+    with watch.interrupting(lambda: ""):
+        pass
+    for error in (KeyboardInterrupt(), OpsdError("a", "b", "c"), SystemExit(3)):
+        with pytest.raises(type(error)) as caught, watch.interrupting(lambda: "", wait_s=0):
+            raise error
+        assert caught.value is error
+    assert "actor-watch" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["controller", "storage unit"])
