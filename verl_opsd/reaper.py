@@ -8,14 +8,16 @@ command line they are removed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from verl_opsd.trees import remove_tree
 
 
 def start(directories: list[str]) -> subprocess.Popen[bytes]:
@@ -108,7 +110,8 @@ def main(directories: list[str], patience_s: float = 180.0) -> None:
         end_sandboxes()
     finally:
         for d in directories:
-            shutil.rmtree(d, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_tree(Path(d))
 
 
 def end_sandboxes() -> None:

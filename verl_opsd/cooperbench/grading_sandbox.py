@@ -10,7 +10,6 @@ import base64
 import os
 import re
 import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -25,6 +24,7 @@ from verl_opsd.cooperbench.types import PreparedTask
 from verl_opsd.cooperbench.verdicts import results_line, touched_line
 from verl_opsd.cooperbench.watching import split_runner, touched, watched, without_bytecode
 from verl_opsd.errors import InfraFault
+from verl_opsd.trees import temporary_tree
 
 STEP_TIMEOUT_S = 120.0
 _RUNNER = "/usr/local/bin/runner.sh"
@@ -169,8 +169,7 @@ def _fix_merge_driver(repo: Path) -> None:
 @contextmanager
 def _opened(prepared: PreparedTask, dataset_dir: Path, backend: str, allow_unsafe: bool) -> Iterator[_Place]:
     # In a run everything lies in its own temporary directory, which is removed however the run ends.
-    with tempfile.TemporaryDirectory(prefix="opsd-grade-", dir=os.environ.get("OPSD_TMP")) as name:
-        folder = Path(name)
+    with temporary_tree("opsd-grade-", os.environ.get("OPSD_TMP")) as folder:
         workspace, patch_dir = folder / "workspace", folder / "patches"
         patch_dir.mkdir()
         shutil.copytree(prepared.base, workspace / "repo", symlinks=True)

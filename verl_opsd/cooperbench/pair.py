@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-import os
 import shutil
 import threading
 import uuid
@@ -30,6 +30,7 @@ from verl_opsd.cooperbench.stopping import PairStopped, RunGuard, StopSignal
 from verl_opsd.cooperbench.types import ChatSession, PairTask, PreparedTask
 from verl_opsd.errors import InfraFault
 from verl_opsd.tokens.records import AgentOutcome
+from verl_opsd.trees import remove_tree
 
 SHARED_REPOSITORY = "repo"
 
@@ -238,7 +239,8 @@ class PairPlace:
             process_store().forget(self._run_id, mailboxes)
         if keep or not self.root.exists():
             return
-        _remove_tree(self.root)
+        with contextlib.suppress(OSError):  # the fault below names what is left
+            remove_tree(self.root)
         if self.root.exists() or (mailboxes and process_store().keys(self._run_id)):
             raise InfraFault(
                 "cleanup",
@@ -246,12 +248,3 @@ class PairPlace:
                 "a pair leaves nothing behind",
                 "remove the directory by hand and look for processes that still write to it",
             )
-
-
-def _remove_tree(root: Path) -> None:
-    """Removes a tree in which an agent may have taken permissions away. Links are not followed."""
-    for directory, children, _ in os.walk(root):
-        for child in (Path(directory, name) for name in children):
-            if not child.is_symlink():
-                child.chmod(0o700)
-    shutil.rmtree(root)

@@ -12,11 +12,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import stat
 from pathlib import Path, PurePosixPath
 
 from verl_opsd.cooperbench.recipes import runner_template
+from verl_opsd.trees import remove_tree, walk
 
 _APPLIED = '\napply_patch "$1"\n'
 _GUARDED = re.compile("".join(re.findall(r"^guarded\+?='(.*)'$", runner_template(), re.MULTILINE)), re.IGNORECASE)
@@ -39,10 +39,10 @@ def split_runner(text: str) -> tuple[str, ...]:
 
 def without_bytecode(workspace: Path) -> None:
     """Removes each ``__pycache__`` of the tree: a patch may bring one, and what stands in it is run for the file that it names."""
-    for folder, directories, files in os.walk(workspace / "repo"):
+    for folder, directories, files in walk(workspace / "repo"):
         for name in {CACHE} & {*directories, *files}:
-            path = Path(folder, name)
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            path = folder / name
+            remove_tree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         directories[:] = [name for name in directories if name != CACHE]
 
 
@@ -74,8 +74,8 @@ def touched(workspace: Path, before: State) -> str:
 
 def _files(repo: Path) -> list[str]:
     found = []
-    for folder, directories, files in os.walk(repo):
-        inside = Path(folder).relative_to(repo)
+    for folder, directories, files in walk(repo):
+        inside = folder.relative_to(repo)
         directories[:] = [name for name in directories if (inside / name) != Path(".git")]
         found += [str(inside / name) for name in files]
     return found

@@ -18,6 +18,7 @@ import pytest
 
 import verl_opsd
 from verl_opsd.cooperbench.sandbox.host import processes_of
+from verl_opsd.trees import remove_tree
 
 
 def bash(sandbox, script: str, timeout_s: float = 20, **options):
@@ -437,12 +438,11 @@ print(open('/proc/keys').read() if __import__('os').path.exists('/proc/keys') el
 
 def test_a_link_planted_in_the_workspace_does_not_catch_what_the_host_writes_or_removes(make, secret):
     """The host removes a pair's tree after agents had it: links in it are removed, not followed."""
-    from verl_opsd.cooperbench.pair import _remove_tree
-
     sandbox = make()
     bash(sandbox, f"ln -s {secret.parents[2]} data; mkdir -p deep; ln -s / deep/root; chmod 000 deep; mkfifo pipe")
+    python(sandbox, "import os\nfor _ in range(1500): os.mkdir('d' * 100); os.chdir('d' * 100)")
     sandbox.close()
-    _remove_tree(sandbox.spec.workspace)
+    remove_tree(sandbox.spec.workspace)
     assert secret.exists() and not sandbox.spec.workspace.exists()
 
 

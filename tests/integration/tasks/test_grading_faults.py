@@ -331,6 +331,23 @@ def test_code_that_changes_the_runner_in_memory_under_a_hidden_name_earns_nothin
         pytest.fail(f"a cheat earns {grade.reward}")
 
 
+def test_a_deep_tree_is_no_fault(
+    pair: PairTask, task: PreparedTask, make_patch: MakePatch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Otherwise code could void its own grade: in the patch, and while its tests run."""
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setenv("OPSD_TMP", str(place))
+    path = "a/" * 1500 + "f.txt"
+    patch = f"diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+x\n"
+    code = "import os\nhere = os.getcwd()\nos.chdir('/patches')\n"
+    code += "for _ in range(1500):\n    os.mkdir('d' * 100)\n    os.chdir('d' * 100)\nos.chdir(here)\n"
+    before = (task.base / "textkit" / "__init__.py").read_text()
+    patch += make_patch(task, {"textkit/__init__.py": code + before}, gold(pair, 1))
+    assert grade_pair(pair, task, patch, gold(pair, 2)).reward == 1.0
+    assert list(place.iterdir()) == []
+
+
 def test_a_printed_summary_is_not_a_test_run(pair: PairTask, task: PreparedTask, make_patch: MakePatch) -> None:
     code = "import os, sys\nprint('99 passed')\nsys.stdout.flush()\nos._exit(0)\n"
     assert passed(grade_pair(pair, task, make_patch(task, {"textkit/__init__.py": code}), "")) == [False, False]
