@@ -53,6 +53,7 @@ def _show_subset(args: argparse.Namespace, dataset: Path, console: Console) -> i
 
     from verl_opsd.cooperbench.collisions import collisions_of
     from verl_opsd.cooperbench.dataset import Task, load_subset, subset_file, subset_hash
+    from verl_opsd.cooperbench.importing import check_features
     from verl_opsd.rundir import file_hash
 
     pairs = load_subset(args.what, dataset)
@@ -65,7 +66,9 @@ def _show_subset(args: argparse.Namespace, dataset: Path, console: Console) -> i
     console.print(f"{len(pairs)} pairs, subset hash {subset_hash(pairs)}")
     table = Table("pair", "features", "gold patches", "note")
     for pair in pairs:
-        (met,) = collisions_of(Task(dataset, pair.repo, pair.task_id, pair.features))
+        task = Task(dataset, pair.repo, pair.task_id, pair.features)
+        check_features(task)
+        (met,) = collisions_of(task)
         why = guessed.get((pair.repo, pair.task_id))
         table.add_row(
             pair.key, _verdicts(args, pair.repo, pair.task_id, pair.features), _how(met), f"guessed: {why}" if why else ""
@@ -76,8 +79,10 @@ def _show_subset(args: argparse.Namespace, dataset: Path, console: Console) -> i
 
 def _show_task(args: argparse.Namespace, task: Task, console: Console) -> int:
     from verl_opsd.cooperbench.collisions import collisions_of
+    from verl_opsd.cooperbench.importing import check_features
     from verl_opsd.privilege.hunks import edits
 
+    check_features(task)
     features = Table("feature", "title", "gold touches", "on this machine")
     for feature in task.features:
         folder = task.task_dir / f"feature{feature}"
@@ -98,6 +103,7 @@ def show_collisions(args: argparse.Namespace, console: Console | None = None) ->
 
     from verl_opsd.cooperbench.collisions import Approach, collisions_of, reported_conflicts
     from verl_opsd.cooperbench.dataset import discover
+    from verl_opsd.cooperbench.importing import check_features
 
     console, dataset = console or Console(), _dataset(args)
     own = dataset / "gold_conflict_report.json"
@@ -107,6 +113,7 @@ def show_collisions(args: argparse.Namespace, console: Console | None = None) ->
     table = Table("task", "pairs", *(kind.replace("_", " ") for kind in kinds), "conflicts", "report")
     differ = []
     for task in discover(dataset):
+        check_features(task)
         found = collisions_of(task)
         count = Counter(met.approach for met in found)
         name, told = f"{task.repo}/task{task.task_id}", reported.get((task.repo, task.task_id))

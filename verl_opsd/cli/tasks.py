@@ -74,6 +74,7 @@ def list_tasks(args: argparse.Namespace, console: Console | None = None) -> int:
 
 def prepare_tasks(args: argparse.Namespace, console: Console | None = None) -> int:
     """Prepares the chosen tasks and prints the base commit of each."""
+    from verl_opsd.cooperbench.importing import check_features
     from verl_opsd.cooperbench.prepare import prepare
 
     tasks = _selected(args)
@@ -85,6 +86,7 @@ def prepare_tasks(args: argparse.Namespace, console: Console | None = None) -> i
         )
     table = Table("task", "base commit", "environment", "folder")
     for task in tasks:
+        check_features(task)
         prepared = prepare(task.task_dir, args.source, _cache(args))
         table.add_row(
             f"{task.repo}/task{task.task_id}",
@@ -98,12 +100,14 @@ def prepare_tasks(args: argparse.Namespace, console: Console | None = None) -> i
 
 def qualify_tasks(args: argparse.Namespace, console: Console | None = None) -> int:
     """Measures the chosen tasks and prints a row a feature; 1 when some task has no qualified feature."""
+    from verl_opsd.cooperbench.importing import check_features
     from verl_opsd.cooperbench.prepare import load_prepared
     from verl_opsd.cooperbench.qualification import qualify
 
     table = Table("task", "feature", "gold", "tests", "untouched base", "seconds", "verdict")
     code = 0
     for task in _selected(args):
+        check_features(task)
         prepared = load_prepared(_cache(args), task.repo, task.task_id)
         result = qualify(
             task.task_dir,

@@ -60,10 +60,19 @@ def check_task(task: Task) -> None:
     """A task that agents can work on and that can be graded.
 
     Raises:
-        OpsdError: fewer than two features, a missing or empty file, or a patch that touches no file.
+        OpsdError: fewer than two features; :func:`check_features`.
     """
     if len(task.features) < 2:
         raise OpsdError(f"{task.task_dir} has features {list(task.features)}", "a pair needs two", "leave the task out")
+    check_features(task)
+
+
+def check_features(task: Task) -> None:
+    """The files of a task's features are there and whole.
+
+    Raises:
+        OpsdError: a missing or empty file, or a patch that touches no file.
+    """
     for feature in task.features:
         folder = task.task_dir / f"feature{feature}"
         for name in FILES:

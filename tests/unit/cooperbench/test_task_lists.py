@@ -162,6 +162,15 @@ def test_incomplete_tasks_are_not_taken(tmp_path: Path, name: str, content: str 
     with pytest.raises(OpsdError, match=message):
         import_tasks(source, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+    for command in (
+        ("collisions",),
+        ("show", "mine_task/task7"),
+        ("show", "mine_task/task7/f1_f2"),
+        ("prepare",),
+        ("qualify",),
+    ):
+        with pytest.raises(OpsdError, match=message):
+            opsd(*command, "--dataset", source)
     shutil.rmtree(source / "mine_task/task7/feature2")
     with pytest.raises(OpsdError, match="a pair needs two"):
         import_tasks(source, tmp_path / "ours")
