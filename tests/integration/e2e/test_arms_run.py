@@ -209,6 +209,20 @@ def test_roles_read_a_brief_of_their_own(run: Any) -> None:
     assert len(states) == 1
 
 
+def test_a_preset_of_the_runs_on_record(run: Any, teachers: dict[str, Path]) -> None:
+    """The menu, with another model in the 27B's place: a step an episode, the record's adapter, the student's 20 most probable tokens."""
+    job = run("+experiment=seeds_negotiate", f"opsd.teacher.path={teachers['a']}", "opsd.teacher.dtype=float32")
+    job.assert_done()
+    assert {(b["name"], b["kind"]) for agents in briefs(job).values() for b in agents.values()} == {
+        ("menu_measured", "guidance")
+    }
+    (values,) = telemetry(job.directory)
+    assert set(values["step"]) == {0, 1} and 0 < values["coverage_student"].min() <= values["coverage_student"].max() < 1
+    (file,) = job.directory.glob("checkpoints/*/adapter/adapter_config.json")
+    said = json.loads(file.read_text())
+    assert (said["r"], said["lora_alpha"], len(said["target_modules"])) == (32, 64, 7)
+
+
 def test_what_is_checkpointed_changes_no_bit_of_the_adapter(run: Any) -> None:
     checkpointed = "actor_rollout_ref.model.enable_gradient_checkpointing=true"
     want = adapter(run())
