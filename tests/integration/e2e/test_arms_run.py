@@ -58,6 +58,7 @@ def run(corpus: Job, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
         folder = tmp_path_factory.mktemp("arm")
         job = run_trainer(folder, "+recipe=opd_offline", f"corpus={corpus.directory}", *QUICK, *overrides)
         assert job.returncode == 0, job.output[-6000:]
+        assert (job.ours_left, job.all_left) == ([], [])  # there is no sandbox: nothing is collected or evaluated
         return job
 
     return of
@@ -156,8 +157,6 @@ def device(teachers: dict[str, Path], name: str = "a") -> tuple[str, str]:
 def test_every_arm_trains_on_the_same_states_in_the_same_order(run: Any, teachers: dict[str, Path]) -> None:
     arms = [run(f"+arm={a}") for a in ("wrong_task", "identity", "sft", "role_announce")]
     arms += [run("+arm=unbriefed", *device(teachers)), run()]
-    for job in arms:
-        job.assert_done()
     assert len({last(j, "states")["detail"] for j in arms}) == 1
     coefficients = [first_step(j)["coef"] for j in arms]
     assert all(np.array_equal(c, coefficients[0]) for c in coefficients) and coefficients[0].size > 100
@@ -212,7 +211,6 @@ def test_roles_read_a_brief_of_their_own(run: Any) -> None:
 def test_a_preset_of_the_runs_on_record(run: Any, teachers: dict[str, Path]) -> None:
     """The menu, with another model in the 27B's place: a step an episode, the record's adapter, the student's 20 most probable tokens."""
     job = run("+experiment=seeds_negotiate", f"opsd.teacher.path={teachers['a']}", "opsd.teacher.dtype=float32")
-    job.assert_done()
     assert {(b["name"], b["kind"]) for agents in briefs(job).values() for b in agents.values()} == {
         ("menu_measured", "guidance")
     }
