@@ -238,13 +238,13 @@ def test_what_is_checkpointed_changes_no_bit_of_the_adapter(run: Any) -> None:
 
 
 def test_windows_score_every_position_once(run: Any, corpus: Job) -> None:
-    longest = max(len(ids) for _, ids, _ in branches(corpus))
+    most = (
+        max(len(ids) for _, ids, _ in branches(corpus)) + 80
+    )  # more than every first reply's view takes, less than the longest view
     whole = run()
-    job = run(
-        "opsd.brief.too_long=window", f"opsd.brief.max_view_tokens={longest}", f"opsd.brief.window_context={longest // 8}"
-    )
+    job = run("opsd.brief.too_long=window", f"opsd.brief.max_view_tokens={most}", "opsd.brief.window_context=64")
     said = evidence(job.directory, "view_windows")
-    assert said and sum(int(v["value"]) for v in said) >= 1 and all(v["threshold"] == longest for v in said)
+    assert said and all(v["value"] >= 1 and v["threshold"] == most for v in said)
     assert last(job, "states")["detail"] == last(whole, "states")["detail"]
     assert np.array_equal(first_step(job)["coef"], first_step(whole)["coef"])
     assert np.abs(first_step(job)["divergence"] - first_step(whole)["divergence"]).max() > 0  # another teacher's view
