@@ -18,10 +18,10 @@ from fastapi import FastAPI, HTTPException
 from transformers import AutoModelForCausalLM
 
 
-def make(model_path: str, fault: str = "") -> FastAPI:
+def make(model_path: str, fault: str = "", limit: int = 4096) -> FastAPI:
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").eval()
     app, seen = FastAPI(), Counter[str]()
-    limit = 64 if fault == "short" else 4096
+    limit = 64 if fault == "short" else limit
 
     def flaky(what: str) -> None:
         seen[what] += 1

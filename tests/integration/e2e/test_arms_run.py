@@ -72,7 +72,9 @@ def url(teachers: dict[str, Path]) -> Iterator[str]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(make(str(teachers["a"])), host="127.0.0.1", port=port, log_level="error"))
+    server = uvicorn.Server(
+        uvicorn.Config(make(str(teachers["a"]), limit=16384), host="127.0.0.1", port=port, log_level="error")
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -238,9 +240,8 @@ def test_what_is_checkpointed_changes_no_bit_of_the_adapter(run: Any) -> None:
 
 
 def test_windows_score_every_position_once(run: Any, corpus: Job) -> None:
-    most = (
-        max(len(ids) for _, ids, _ in branches(corpus)) + 80
-    )  # more than every first reply's view takes, less than the longest view
+    # More than the view of any branch of one reply, less than the longest view.
+    most = max(len(ids) for _, ids, _ in branches(corpus)) + 80
     whole = run()
     job = run("opsd.brief.too_long=window", f"opsd.brief.max_view_tokens={most}", "opsd.brief.window_context=64")
     said = evidence(job.directory, "view_windows")
