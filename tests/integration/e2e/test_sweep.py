@@ -10,6 +10,7 @@ from job import Job, report, run_trainer, stages, telemetry
 
 from verl_opsd.cli.main import main
 
+pytestmark = pytest.mark.slow
 ANCHORS = (0.0, 0.5)
 
 

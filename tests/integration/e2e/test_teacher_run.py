@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from verl_opsd.models.tiny import WARM, make_tiny
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 ROOT = Path(__file__).parents[3]
 #: The actors read a brief of their own, which is taken out before training.
 HINT = ("opsd.actor_brief.name=shared_backlog", "opsd.actor_brief.where=train")
@@ -57,7 +57,6 @@ def test_teacher_of_another_size(tmp_path: Path) -> None:
     assert 0 < scored["cache_written_bytes"] <= scored["cache_bytes"] and scored["cache_misses"] > 0
 
 
-@pytest.mark.slow
 def test_identical_device_teacher(tmp_path: Path) -> None:
     gates, values = run(tmp_path / "run", WARM, "brief=none", "opsd.teacher.devices=2")
     assert gates["device_identity"]["value"] <= 1e-6 == gates["device_identity"]["threshold"]
