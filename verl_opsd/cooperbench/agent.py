@@ -8,7 +8,7 @@ from typing import Any
 from cooperbench.agents.mini_swe_agent_v2.agents.default import DefaultAgent
 from cooperbench.agents.mini_swe_agent_v2.exceptions import InterruptAgentFlow
 
-from verl_opsd.cooperbench.environment import SandboxEnvironment
+from verl_opsd.cooperbench.environment import SandboxEnvironment, has_half_characters
 from verl_opsd.cooperbench.history import join_segments
 from verl_opsd.cooperbench.sends import Sends, account
 from verl_opsd.cooperbench.stopping import RunGuard, WallLimitReached
@@ -109,7 +109,7 @@ class PairAgent(DefaultAgent):
         if recipient not in peers:
             output = f"send_message: there is no colleague {recipient!r}, so nothing was sent. Write to: {', '.join(peers)}"
             return {"output": output, "returncode": 1, "exception_info": ""}
-        if any("\ud800" <= c <= "\udfff" for c in action.get("content", "")):  # no model could read it
+        if has_half_characters(action.get("content", "")):
             output = "send_message: the message is not valid Unicode, so nothing was sent."
             return {"output": output, "returncode": 1, "exception_info": ""}
         return super()._handle_send_message(action)

@@ -95,12 +95,17 @@ class SandboxEnvironment:
         self.sandbox.close()
 
 
+def has_half_characters(text: str) -> bool:
+    """Whether a text holds surrogates, which no encoding writes and no model reads."""
+    return any("\ud800" <= c <= "\udfff" for c in text)
+
+
 def _refusal(command: str) -> str:
     """Why the operating system can't take this command as an argument, or ''."""
     reason = ""
     if "\0" in command:
         reason = "embedded null byte"
-    elif any("\ud800" <= c <= "\udfff" for c in command):
+    elif has_half_characters(command):
         reason = "the command is not valid Unicode"
     elif len(command.encode()) >= MAX_COMMAND_BYTES:
         reason = f"Argument list too long (a command may have {MAX_COMMAND_BYTES - 1} bytes)"
