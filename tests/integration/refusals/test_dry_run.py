@@ -21,7 +21,7 @@ def test_a_dry_run_prints_its_estimate_and_leaves_nothing(compose, tmp_path, cap
     assert stop.value.code == 0
     out = capsys.readouterr().out
     assert "dry run, nothing was started" in out and "about 12.0 minutes each" in out and "GPU-hours: about 0.00" in out
-    assert not run.exists() and leavings() == before and not ray.is_initialized()
+    assert not run.exists() and leavings() <= before and not ray.is_initialized()
 
 
 def test_an_estimate_above_a_limit_is_refused(refused):

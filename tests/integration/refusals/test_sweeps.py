@@ -47,7 +47,7 @@ def refused_sweep(sweep, tmp_path, capsys) -> Callable[..., str]:
         with pytest.raises(SystemExit) as stop:
             sweep(*overrides)
         assert stop.value.code == 2
-        assert not (tmp_path / "sweep").exists() and leavings() == before and not ray.is_initialized()
+        assert not (tmp_path / "sweep").exists() and leavings() <= before and not ray.is_initialized()
         text = capsys.readouterr().err
         assert "rule:" in text and "way out:" in text and "Traceback" not in text, text
         return text
