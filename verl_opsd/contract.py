@@ -197,5 +197,5 @@ class EvalContract:
                 f"{what} was made under another contract than {mine} ({lines})",
                 f"collection, training and evaluation share one contract{declared}",
                 "make it again under this contract, run with the contract of the artefact, or declare the one field that a "
-                "comparison varies (opsd.varies)",
+                "comparison varies (opsd.varies, or --varies of a command)",
             )

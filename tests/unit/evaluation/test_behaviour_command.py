@@ -10,6 +10,8 @@ from synthetic import write_logs
 from test_behaviour import first, second
 
 from verl_opsd.cli.main import main, parser
+from verl_opsd.contract import EvalContract
+from verl_opsd.rundir import write_json
 from verl_opsd.tokens.store import EpisodeStore
 
 
@@ -62,6 +64,22 @@ def test_every_row_of_the_terminal_shows_its_own_value(runs):
                 assert text == f"{100 * v['numerator'] / v['denominator']:.1f}% ({v['numerator']:g}/{v['denominator']})", title
             else:
                 assert float(text.split()[0]) == pytest.approx(v["value"], rel=1e-3), title
+
+
+def test_drift_is_not_measured_across_contracts(runs, capsys):
+    """But for a field that is declared; runs that only stand side by side are told apart by their contract."""
+    store = EpisodeStore(runs / "longer" / "episodes")
+    contracts = {"ours": EvalContract(sandbox="process"), "longer": EvalContract(sandbox="process", step_limit=500)}
+    store.write(dataclasses.replace(first(), contract_hash=contracts["longer"].hash))
+    for name, contract in contracts.items():
+        write_json(runs / name / "contract.json", contract.as_dict())
+    command = ["behaviour", str(runs / "ours"), str(runs / "longer")]
+    both = ["--base", "ours", "--teacher", "longer"]
+    assert main([*command, *both]) == 2 and "step_limit" in capsys.readouterr().err
+    assert main([*command, *both, "--varies", "step_limit"]) == 0
+    assert main([*command, "--varies", "step_limit"]) == 2
+    capsys.readouterr()
+    assert main(command) == 0 and f"contract {contracts['longer'].hash[:12]}" in capsys.readouterr().out
 
 
 def test_definitions_and_the_training_split_on_demand(runs, capsys):
