@@ -49,7 +49,7 @@ class EndpointSession:
         Raises:
             ContextOverflow: the endpoint refused the prompt for its length.
             InfraFault: ``endpoint_died`` (no answer, or a server error, three times), ``endpoint_refused``, or
-                ``endpoint_bad_reply``: it does not say how many tokens it read and wrote.
+                ``endpoint_bad_reply``: no chat completion, or one that does not say how many tokens it read and wrote.
         """
         c = self._contract
         body: dict[str, Any] = {
@@ -64,22 +64,17 @@ class EndpointSession:
         if tools:
             body["tools"] = list(tools)
         answer = await self._post(body)
-        choice = answer["choices"][0]
-        message = {
-            k: v for k, v in choice["message"].items() if k in ("role", "content", "tool_calls", "reasoning_content") and v
-        }
-        usage = answer.get("usage") or {}
-        if None in (usage.get("prompt_tokens"), usage.get("completion_tokens")):
-            raise _fault("endpoint_bad_reply", self._client, f"a reply without its token counts: usage={answer.get('usage')!r}")
-        turn = self._turns
+        try:
+            choice, usage = answer["choices"][0], answer["usage"]
+            reply = {
+                k: v for k, v in choice["message"].items() if k in ("role", "content", "tool_calls", "reasoning_content") and v
+            }
+            read, written = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+            finish = str(choice.get("finish_reason") or "stop")
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise _fault("endpoint_bad_reply", self._client, f"no reply with its token counts: {str(answer)[:500]}") from error
         self._turns += 1
-        return Reply(
-            {"role": "assistant", "content": "", **message},
-            turn,
-            int(usage["prompt_tokens"]),
-            int(usage["completion_tokens"]),
-            str(choice.get("finish_reason") or "stop"),
-        )
+        return Reply({"role": "assistant", "content": "", **reply}, self._turns - 1, read, written, finish)
 
     def mark(self, turn: int, kind: TurnKind) -> None:
         """Nothing is recorded here that has a kind."""
@@ -88,7 +83,7 @@ class EndpointSession:
         """None: no token ids pass here."""
         return ()
 
-    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _post(self, body: dict[str, Any]) -> Any:
         why = ""
         for pause in self._pauses:
             await asyncio.sleep(pause)
@@ -98,8 +93,10 @@ class EndpointSession:
                 why = f"{type(error).__name__}: {error}"
                 continue
             if response.status_code == 200:
-                values: dict[str, Any] = response.json()
-                return values
+                try:
+                    return response.json()
+                except ValueError as error:
+                    raise _fault("endpoint_bad_reply", self._client, f"no JSON: {response.text[:500]!r}") from error
             why = f"status {response.status_code}: {response.text[:500]}"
             if response.status_code == 400 and any(words in response.text.lower() for words in _OVERFLOW):
                 raise ContextOverflow(

@@ -76,6 +76,16 @@ def test_background_processes_end_with_their_command(sandbox):
     assert host_processes_with("sleep\x004712") == []
 
 
+def test_a_home_of_any_depth_and_permissions_is_removed(sandbox):
+    """Deeper than Python's recursion limit, with a directory that nobody may list."""
+    made = bash(
+        sandbox,
+        "cd && python3 -c \"import os\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')\" && mkdir -p shut/in && chmod 0 shut",
+    )
+    assert made.returncode == 0, made.text
+    sandbox.close()
+
+
 def test_close_is_idempotent_and_ends_running_commands(sandbox):
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(sandbox.run, ["sleep", "4713"], timeout_s=60)

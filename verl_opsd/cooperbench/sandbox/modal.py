@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import shutil
 import tarfile
 import threading
 import time
@@ -22,6 +21,7 @@ from verl_opsd.cooperbench.sandbox.base import SandboxSpec
 from verl_opsd.cooperbench.sandbox.container import Call, ContainerSandbox
 from verl_opsd.cooperbench.sandbox.docker import IMAGE
 from verl_opsd.errors import InfraFault, OpsdError
+from verl_opsd.trees import remove_tree
 
 APP = "verl-opsd-sandboxes"
 #: A sandbox of Modal's ends by itself after this many seconds, also when nobody closes it.
@@ -184,7 +184,7 @@ def _replace(workspace: Path, packed: bytes) -> None:
     """Puts what a sandbox sent in a workspace's place. Agents wrote it: nothing lands outside, whatever its names and links say."""
     for path in workspace.iterdir():
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            remove_tree(path)
         else:
             path.unlink()
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -33,6 +32,7 @@ from verl_opsd.cooperbench.sandbox.spawn import (
     watch,
 )
 from verl_opsd.errors import InfraFault, OpsdError
+from verl_opsd.trees import remove_tree
 
 END_WAIT_S = 10.0
 
@@ -143,7 +143,7 @@ class PlainProcessSandbox:
             for group in self._running:
                 _kill_group(group)
         if self._home.exists():
-            shutil.rmtree(self._home)
+            remove_tree(self._home)
 
 
 def _wait_group(group: int) -> bool:
