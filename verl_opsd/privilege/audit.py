@@ -25,27 +25,50 @@ HARNESS = """git add commit push fetch pull merge --no-commit --no-ff --abort re
 send_message --wait agent1 agent2 CLAIM SHA HEAD main"""
 
 _SUFFIX = r"py|pyi|rs|go|js|jsx|ts|tsx|c|cc|cpp|h|hpp|java|rb|php|kt|swift|scala|sh|toml|cfg|ini|json|ya?ml|md|rst|txt|html|css"
-_PATH = re.compile(rf"(?<![\w/])(?:[\w.\-]+/)*[\w.\-]*\w\.(?:{_SUFFIX})\b(?!\()")
-_SHELL = re.compile(r"\s*(?:\$ )?(?:git|gh|send_message|CLAIM|git merge)\b[^=;|]*(?:&& (?:git|gh)\b[^=;|]*)*$")
-_SPAN = re.compile(r"```[^\n]*\n(.*?)```|`([^`\n]+)`", re.DOTALL)
+_PATH = re.compile(
+    rf"(?<![\w/])(?:[\w.\-]+/)*[\w.\-]*\w\.(?:{_SUFFIX})\b(?!\()"
+    r"|(?<![\w/:.])(?:(?:src|lib|tests?|docs?|pkg|internal|cmd|app|crates|packages|include)/[\w./\-]*\w|(?:[A-Za-z_][\w.\-]*/){2,}(?![\w.\-]))"
+    r"|\b[a-z_]\w+(?:\.[a-z_]\w+){2,}\b(?<!\.org)(?<!\.com)(?<!\.io)"  # folders; a dotted module, but no host
+)
+_GIT = r"(?:git|gh|send_message|CLAIM)\b"
+_ARGUMENTS = r"(?:[^=;|]|(?<=\w)=(?=\w))*"
+_SHELL = re.compile(rf"\s*(?:\$ )?(?:[A-Z_]+=\w+ )?{_GIT}{_ARGUMENTS}(?:(?:&&|;) {_GIT}{_ARGUMENTS})*$")
+_SPAN = re.compile(r"(?:```|~~~)[^\n]*\n(.*?)(?:```|~~~)|`([^`\n]+)`", re.DOTALL)
 _CODE_IN_SPAN = re.compile(
     r"=|->|::|[{}\[\];]|\b(?:def|fn|func|class|struct|impl|return|raise|import|lambda)\b|\w\(.*\)|\w+\.\w+\(|^\s*[@&*]"
 )
 _CODE_ANYWHERE = re.compile(
     r"^diff --git .*|^@@ -\d.*|^[+-]{3} [ab]/.*"
     r"|\b[A-Za-z_][\w.]*\(\s*[rbfu]{0,2}[\"'][^\n]*"  # a call with a literal: Regex(r"...")
-    r"|\b[A-Za-z_]\w* = [\w.]+\([^\n]*"
-    r"|^\s*(?:pub fn|def|fn|func|class|struct|impl)\s+\w+\s*[(<:{][^\n]*"
-    r"|\b(?:sed|perl) -i[^\n`]*|\bcat\s*>[^\n`]*|\bgit apply\b[^\n`]*",
+    r"|\b[A-Za-z_]\w*\((?!(?:s|es|ies|d|ed|n|ing)\))[^()\n]*\)"  # any other call, but no plural: file(s)
+    r"|(?<![\w\-])(?<!-c )(?![A-Z_]+=)[A-Za-z_][\w.]*(?: ?\[[^\]\n]*\])? ?(?::|[-+*/|&])?= ?"
+    r"(?:[rbfu]{0,2}[\"']|[\d\[{(&*]|\w[\w.]*(?: ?[(\[{;+*/]|\.\w|[ `]*$))[^\n]*"  # an assignment of code, but no VARIABLE=value
+    r"|\[[^\]\s]*\w-\w[^\]\s]*\](?:\{\d+(?:,\d*)?\}|[*+?])[^\n]*|\\[dDwWsSb][+*?{][^\n]*"  # a regular expression
+    r"|\b[A-Z]\w*<[A-Z&][^<>\n]*>"  # a generic type
+    r"|\b(?:pub fn|def|fn|func)\s+\w+\s*[(<:{][^\n]*|\b(?:class|struct|impl|interface|enum)\s+[A-Z]\w*\s*[(<:{][^\n]*"
+    r"|\bfrom\s+[\w.]+\s+import\s+\w[^\n]*|\blambda\b[\w\s,*]*:[^\n]*|\b(?:self|this)\.\w[^\n]*|\)\s*(?:->|=>|\{)[^\n]*|\w\s*=>\s*[\w{(]+[.({][^\n]*"
+    r"|\b(?:sed|perl)\s(?:-\S+\s+)*(?:-\w*i\w*|--in-place)\b[^\n`]*|\bawk\s+['\"][^\n`]*|\bgit apply\b[^\n`]*|\bpatch\s+-p\d[^\n`]*"
+    r"|\b(?:cat|tee|python3?)\s*(?:>|<<|-c\b)[^\n`]*|\btee\s+[^\n`]*<<[^\n`]*|\becho\b[^\n`]*>[^\n`]*",
     re.MULTILINE,
 )
+_TENS = r"(?:twent|thirt|fort|fift|sixt|sevent|eight|ninet)"
+_ONES = r"(?:one|two|three|four|five|six|seven|eight|nine)"
+_NUMBER = (
+    rf"(?:{_TENS}y(?:[- ]{_ONES})?|{_ONES}(?: hundred)?|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|a hundred)"
+)
+_ORDINAL = rf"(?:\d+(?:st|nd|rd|th)|{_TENS}(?:ieth|y[- ](?:first|second|third|fourth|fifth|sixth|seventh|eighth|ninth))|\w+teenth|tenth|eleventh|twelfth)"
 _LINES = re.compile(
-    r"\blines?\s+\d+(?:\s*(?:-|to|and|through)\s*\d+)?|\bL\d+\b|\.\w{1,5}:\d+|\bsed\s+-i\S*\s+['\"]?\d+\w?|^@@ -\d+.*",
+    rf"\b(?:lines?|ln)\b[.:]?\s*(?:(?:no\.?|number)\s*)?#?(?:\d+|{_NUMBER}\b)(?:\s*(?:-|\u2013|to|and|through)\s*(?:\d+|{_NUMBER}\b))?"
+    rf"|\b{_ORDINAL}\s+line\b|\b(?:first|last|next)\s+\d+\s+lines\b|\b\d+\s+lines?\s+(?:down|into)\b"
+    r"|\bL\d+\b|\.\w{1,5}:\d+|\bsed\s[^\n]*?['\"]?\d+(?:,\d+)?[acdips]\b|\bNR\s*==\s*\d+|^@@ -\d+.*",
     re.MULTILINE | re.IGNORECASE,
 )
 _TESTS = re.compile(
-    r"\b(?:hidden|grading|grader'?s?|evaluator'?s?|reference|benchmark'?s?)\s+(?:unit\s+|test\s+)?(?:tests?|suites?|outcomes?|diffs?|"
-    r"solutions?|implementations?|patch(?:es)?)\b[^.\n]*|\btests?\s+(?:assert|expect|check that|require|must not)[^.\n]*|\bgold(?:en)? patch\b"
+    r"\b(?:hidden|grading|grader'?s?|evaluator'?s?|evaluation|reference|benchmark'?s?)\s+(?:unit\s+|test\s+)?(?:tests?|suites?|outcomes?|diffs?|"
+    r"solutions?|implementations?|patch(?:es)?)\b[^.\n]*|\btests?\s+(?:that\s+\w+\s+|kept\s+)?hidden\b[^.\n]*"
+    r"|\btests?\s+(?:assert|expect|check that|require|must not)[^.\n]*"
+    r"|\b(?:grader|evaluator|(?:an?|the|its|their|these|those|all|unit|feature'?s?)\s+(?:\w+\s+)?tests?)\s+(?:(?:will|would|should|also|only|then)\s+)*"
+    r"(?:assert|expect|check|verif|requir|compar|look|want|insist)[^.\n]*|\bgold(?:en)? patch\b"
     r"|\bassert\s+\w[^\n]*(?:==| in | is )[^\n]*",
     re.IGNORECASE,
 )
@@ -54,6 +77,8 @@ _NAMED = re.compile(
     r"^\s*(?:pub(?:\([^)]*\))?\s+)?(?:async\s+)?(?:def|fn|func|class|struct|interface|function)\s+(?:\([^)]*\)\s*)?(\w+)"
 )
 
+#: Typographic quotes, as an editor puts them in place of code's.
+_STRAIGHT = str.maketrans("\u201c\u201d\u201e\u2018\u2019\u201a", "\"\"\"'''")
 #: Kinds of findings, in the order of reports.
 FINDINGS = ("answer", "code", "line_number", "test_text", "gold_text", "collision")
 
@@ -159,6 +184,7 @@ def distinct_texts(briefs: Iterable[Brief]) -> int:
 
 
 def _patterns(text: str) -> list[tuple[str, str]]:
+    text = text.translate(_STRAIGHT)
     found = [("line_number", m[0]) for m in _LINES.finditer(text)]
     found += [("test_text", m[0]) for m in _TESTS.finditer(text)]
     found += [("code", m[0]) for m in _CODE_ANYWHERE.finditer(text)]
@@ -180,6 +206,10 @@ def _collisions(text: str, material: Material) -> list[tuple[str, str]]:
         touched = {
             n for i, names in enumerate(symbols) for n in names if any(n in other for other in symbols[:i] + symbols[i + 1 :])
         }
+        for path in shared:
+            stem, _, suffix = path.rpartition("/")[2].partition(".")
+            said = re.search(rf"(?<![\w/]){re.escape(stem)}\s+(?:dot\s+{re.escape(suffix)}|module|file|source)\b", text)
+            found += [("collision", said[0])] if stem and said and said[0] not in own_task else []
         names = shared | {n for n in touched if len(n) > 3 and not re.search(rf"\b{re.escape(n)}\b", own_task)}
         found += [
             ("collision", n) for n in sorted(names) if re.search(rf"(?<![\w/]){re.escape(n)}\b", text) and n not in own_task
@@ -226,7 +256,7 @@ def _literals(text: str) -> frozenset[str]:
 
 def _specifics(text: str) -> set[str]:
     """What a text says in particular: paths, code spans but commands of Git and messages, numbers of three digits and more, names."""
-    lines = (part.strip() for m in _SPAN.finditer(text) for part in (m[1] or m[2]).splitlines())
+    lines = (part.strip() for m in _SPAN.finditer(text) for part in (m[1] or m[2] or "").splitlines())
     spans = {line for line in lines if line and not _SHELL.match(line)}
     names = re.findall(r"\b(?:[a-z]+_\w+|\w+\.\w+\(|[a-z]+[A-Z]\w+|[A-Z][a-z]+[A-Z]\w+|\w+::\w+)\b", text)
     return (

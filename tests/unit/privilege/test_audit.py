@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import keyword
+import re
+
 import pytest
 
 from verl_opsd.cooperbench.dataset import POCKET_DIR, load_subset
@@ -18,6 +21,7 @@ from verl_opsd.privilege import (
     require_unseen,
 )
 from verl_opsd.privilege.audit import gold_in_replies, student_leak
+from verl_opsd.privilege.hunks import added_lines
 from verl_opsd.privilege.library import MENUS, PROTOCOLS, ROLES
 
 PAIRS = load_subset("pocket_train", POCKET_DIR) + load_subset("pocket_eval", POCKET_DIR)
@@ -64,6 +68,109 @@ def test_leaks_are_flagged_without_any_material(text, kinds):
     assert found.verdict.startswith("leaks ")
     with pytest.raises(OpsdError, match="allow_answer"):
         require_answer_free(guidance(text), found, "pair agent1")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("hash_sha256 is the pattern [a-fA-F0-9]{64}, sixty-four hex digits.", "code"),
+        ("Use Regex(r“[a-fA-F0-9]{64}”).", "code"),
+        ("Use Regex(r\u2019[a-fA-F0-9]{64}\u2019).", "code"),
+        ('Use Regex(\n    r"[a-fA-F0-9]{64}"\n)', "code"),
+        ('hash_sha256 = Regex (r"[a-fA-F0-9]{64}")', "code"),
+        ("hash_sha256 = r'[a-fA-F0-9]{64}'", "code"),
+        ("Call parse(text, strict=True) in the loader.", "code"),
+        ("Then write def first(self, pattern=None): and return.", "code"),
+        ("Declare pub fn first(&self, pattern: Option<Str>) -> StrResult<Str> there.", "code"),
+        ("Params are typed Option<Str>, not a new enum.", "code"),
+        ("Sort by lambda item: item.key there.", "code"),
+        ("It ends with return self.value or default.", "code"),
+        ("const x = new Foo(bar);", "code"),
+        ("items.map(x => x.id)", "code"),
+        ("self.cache = {}", "code"),
+        ("if self.0.is_empty() { return Err(string_is_empty()); }", "code"),
+        ("for g in s.graphemes(true) {", "code"),
+        ("from foo.bar import baz", "code"),
+        ("~~~python\nreturn value[1:]\n~~~", "code"),
+        ("    total = summed(rows)", "code"),
+        ("cat <<'EOF' > module", "code"),
+        ("echo 'limit 3' >> settings", "code"),
+        ("patch -p1 < theirs", "code"),
+        ("sed -E -i '61a foo' x", "line_number"),
+        ('sed --in-place "61,70d" x', "line_number"),
+        ("awk 'NR==61{print}1' x", "line_number"),
+        ("Insert it after line sixty-one.", "line_number"),
+        ("Insert it after line number 61.", "line_number"),
+        ("Right below the sixty-first line.", "line_number"),
+        ("Right below the 61st line of it.", "line_number"),
+        ("See line no. 61.", "line_number"),
+        ("See ln. 61.", "line_number"),
+        ("See line #61.", "line_number"),
+        ("Skip the first 60 lines.", "line_number"),
+        ("The tests hidden from you want a unique id.", "test_text"),
+        ("The tests will check for the literal text.", "test_text"),
+        ("A unit test verifies the empty case.", "test_text"),
+        ("The grader looks for the message.", "test_text"),
+        ("Both of you edit src/jinja2/.", "collision"),
+        ("Both of you edit crates/typst/src/foundations.", "collision"),
+        ("Both of you edit outlines.types.dsl.", "collision"),
+    ],
+)
+def test_the_same_said_otherwise_is_flagged(text, kind):
+    assert kind in {f.kind for f in audit(guidance(f"# Plan\n\nWork together.\n{text}"), Material()).findings}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Fetch -> rebase -> push. Plan/split/merge, then stop; either/or/both. Use git/gh/send_message only.",
+        "Tell your peer that the branch name = your agent id. Claim as `CLAIM path`, release file(s).",
+        "Dry-run: `git merge --no-commit --no-ff origin/agent2; git merge --abort`.",
+        "`git -c merge.conflictStyle=diff3 merge origin/agent2`, `GIT_EDITOR=true git rebase --continue`, `gh pr create --title=done`",
+        'Ask (early, in a message): "which files and functions does your feature touch?"',
+        "Leave three lines between your regions; read the diff line by line; at most 2 lines a message; first line: what it is for.",
+        "Reserve 20 steps for the end. The first 30 steps are for reading. Row 3 of the board is yours.",
+        "The tests of both features run on the merged tree. Test, check the diff, push. One tests, the other checks.",
+        "Whoever tests should also verify the merged tree. Tests must pass before you publish.",
+        "Define the class hierarchy together: agree on names. For each item: owner, state.",
+    ],
+)
+def test_how_to_work_is_no_leak(text):
+    found = audit(guidance(text), Material())
+    assert found.findings == ()
+
+
+def _renamed(code: str) -> str:
+    """Every identifier of two letters and more, but no keyword, with another name."""
+    return re.sub(r"\b[a-z_]\w+\b", lambda m: m[0] if keyword.iskeyword(m[0]) or m[0] == "self" else f"q{m[0][::-1]}", code)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.key)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda code: " ".join(code.split()),
+        lambda code: code.replace('"', "'"),
+        lambda code: re.sub(r'"([^"]*)"', r"“\1”", code),
+        lambda code: re.sub(r"([(,\[])", "\\1\n        ", code),
+        _renamed,
+        lambda code: f"The code is this: {' '.join(_renamed(code).split())} and no more.",
+    ],
+    ids=["one line", "other quotes", "typographic quotes", "wrapped", "renamed", "renamed in prose"],
+)
+def test_a_gold_patch_written_otherwise_is_found(pair, write):
+    for feature in pair.features:
+        code = "\n".join(added_lines(patch_of(pair, feature, "gold")))
+        found = audit(guidance(write(code)), material(pair, "agent1"))
+        assert {"code", "gold_text"} & {f.kind for f in found.findings}
+
+
+def test_a_shared_file_said_in_words_is_knowledge_of_the_collision():
+    patch = "--- a/lib/ledgerish.py\n+++ b/lib/ledgerish.py\n@@ -1 +1 @@\n-a\n+b\n"
+    known = Material(public=("Make it fast.", "Make it small."), own=("Make it fast.",), gold=(patch, patch))
+    for text in ("Both of you edit ledgerish dot py.", "Leave the ledgerish module alone."):
+        assert {f.kind for f in audit(guidance(text), known).findings} == {"collision"}
+    assert audit(guidance("Keep a ledgerish tone."), known).answer_free
 
 
 @pytest.mark.parametrize("name", [*PROTOCOLS, *MENUS, *ROLES, "process", "peer_spec", "none"])

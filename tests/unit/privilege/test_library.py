@@ -58,6 +58,8 @@ def test_measured_and_corrected_menu_differ_where_the_measured_one_misled():
     assert measured.count("BOTH") == 4 and corrected.count("BOTH") == 0
     assert "1, 2, 6 or 7" not in corrected
     assert text_file("menu_corrected").value("status") == "untested"
+    assert text_file("menu_measured").value("source").endswith("the decision rule is the document's")
+    assert "the decision rule is the document's" not in text_file("menu_corrected").value("source")
     assert "4/10" in text_file("menu_measured").value("status")
     for text in (measured, corrected):
         assert [line[:3].strip() for line in text.splitlines() if line[:1].isdigit()] == [f"{i}." for i in range(1, 11)]
