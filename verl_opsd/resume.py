@@ -55,14 +55,25 @@ def check(run: RunDir, contract: EvalContract, config: dict[str, Any]) -> None:
     meta = run.path / "meta.json"
     if not meta.is_file():
         return
-    before, now = flat(json.loads(meta.read_text())["config"]), flat(json.loads(json.dumps(config)))
-    changed = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k) and not k.startswith(MAY_CHANGE))
+    require_same(run, json.loads(meta.read_text())["config"], config)
+
+
+def require_same(
+    run: RunDir, earlier: dict[str, Any], config: dict[str, Any], may_change: tuple[str, ...] = MAY_CHANGE
+) -> None:
+    """A run is continued under the configuration that it was started with.
+
+    Raises:
+        OpsdError: naming the keys that differ.
+    """
+    before, now = flat(earlier), flat(json.loads(json.dumps(config)))
+    changed = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k) and not k.startswith(may_change))
     if changed:
         raise OpsdError(
             f"run directory {run.path} was started with "
             + "; ".join(f"{k}={before.get(k)} and not {now.get(k)}" for k in changed[:5])
             + (f" (and {len(changed) - 5} more keys)" if len(changed) > 5 else ""),
-            "a run is continued under its own configuration; rounds of two would be one curve",
+            "a run is continued under its own configuration; two of them would be one curve",
             "give the same keys, or start a run of its own (leave hydra.run.dir out)",
         )
 

@@ -115,6 +115,12 @@ def write_corpus(
         raise OpsdError(f"{out} exists", "a corpus is written once", "name another folder, or remove it by hand")
     left_out = ", ".join(f"{k} {len(v)}" for k, v in sorted(chosen.excluded.items()) if v) or "nothing"
     splits = {name: rows for name, rows in held_out(chosen.rows, spec).items() if rows}
+    if chosen.rows and "train" not in splits:
+        raise OpsdError(
+            f"validation={spec.validation} holds out all {len({(r.source, r.episode_id) for r in chosen.rows})} episodes",
+            "something is trained on",
+            "lower --validation, or collect more",
+        )
     if "train" not in splits:
         first = next((v[0] for v in chosen.excluded.values() if v), "")
         raise OpsdError(

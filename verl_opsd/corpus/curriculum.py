@@ -6,6 +6,7 @@ epoch. A phase ends at the end of a batch: what is missing there is padding, whi
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,13 +44,18 @@ def schedule(sizes: Mapping[str, int], phases: Sequence[Phase], batch: int, seed
         for _ in range(phase.epochs):
             epoch: list[Entry] = []
             for name, weight in sorted(phase.buckets.items()):
-                whole, rest = divmod(weight, 1)
-                epoch += [(name, i) for i in range(sizes[name])] * int(whole)
-                epoch += [(name, i) for i in sorted(rng.sample(range(sizes[name]), round(rest * sizes[name])))]
+                whole, rest = divmod(passes(weight, sizes[name]), sizes[name])
+                epoch += [(name, i) for i in range(sizes[name])] * whole
+                epoch += [(name, i) for i in sorted(rng.sample(range(sizes[name]), rest))]
             rng.shuffle(epoch)
             entries += epoch
         out += [*entries, *[PADDING] * (-len(entries) % batch)]
     return out
+
+
+def passes(weight: float, size: int) -> int:
+    """Entries of an epoch that a weight of a bucket of ``size`` rows is, to the nearest."""
+    return round(weight * size)
 
 
 def _check(sizes: Mapping[str, int], phases: Sequence[Phase]) -> None:
@@ -65,12 +71,12 @@ def _check(sizes: Mapping[str, int], phases: Sequence[Phase]) -> None:
         for name, weight in phase.buckets.items():
             if name not in sizes:
                 refuse(f"{here}: bucket {name!r}", f"the buckets are {', '.join(sizes)}")
-            if not weight > 0:
+            if not 0 < weight < math.inf:
                 refuse(
                     f"{here}: weight {weight} of bucket {name}", "a weight is above 0; leave a bucket out that is not wanted"
                 )
-        if not any(round(w * sizes[name]) for name, w in phase.buckets.items()):
-            refuse(f"{here}: weights {phase.buckets} of buckets of {dict(sizes)} rows", "a phase has at least one row")
+            if not passes(weight, sizes[name]):
+                refuse(f"{here}: weight {weight} of bucket {name} of {sizes[name]} rows", "a weight is at least one row")
     unused = sorted(set(sizes) - {name for phase in phases for name in phase.buckets})
     if unused:
         refuse(f"buckets {', '.join(unused)} in no phase", "a corpus that is named is trained on")

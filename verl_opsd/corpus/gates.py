@@ -1,15 +1,17 @@
 """Everything that a finished corpus is checked against, each gate by its name.
 
-``file_hash``, ``row_hash``, ``mask``, ``contract``, ``tokenizer``, ``brief_kind``, ``contamination``, ``near_duplicate`` and
-``composition`` need the corpus alone; ``recorded``, ``success``, ``observation`` and ``rendered_again`` compare it with the episodes that
-it was made of.
+``file_hash``, ``row_hash``, ``mask``, ``contract``, ``tokenizer``, ``brief_kind``, ``contamination``, ``near_duplicate``,
+``composition`` and ``card`` need the corpus alone; ``recorded``, ``success``, ``observation`` and ``rendered_again`` compare it with the
+episodes that it was made of.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +19,7 @@ import numpy as np
 
 from verl_opsd.contract import EvalContract
 from verl_opsd.corpus import contamination
-from verl_opsd.corpus.card import composition
+from verl_opsd.corpus.card import card, composition
 from verl_opsd.corpus.contamination import Evaluated, contamination_of_row
 from verl_opsd.corpus.duplicates import near_duplicates
 from verl_opsd.corpus.records import CorpusRow, read_manifest, read_rows
@@ -37,8 +39,9 @@ VERSIONS = {
     "brief_kind": "1",
     "contamination": contamination.VERSION,
     "near_duplicate": "1",
-    "composition": "1",
-    "recorded": "1",
+    "composition": "2",
+    "card": "1",
+    "recorded": "2",
     "success": "1",
     "observation": "1",
     "rendered_again": "2",
@@ -140,6 +143,8 @@ def check_sources(
         if episode is None:
             recorded.append(f"{'/'.join(name)}: no such episode")
             continue
+        if why := sources[name[0]].invalidated(episode):
+            recorded.append(f"{'/'.join(name)}: {why}")
         hint = sources[name[0]].hints(episode).get(name[2])
         stored = {r.branch: r for r in rows_of_episode(name[0], episode, name[2], rendering, hint)[0]}
         recorded += [f"{r.name}: {why}" for r in mine if (why := difference(r, stored.get(r.branch)))]
@@ -190,15 +195,25 @@ def check(
         rendered: what rendering the corpus' chat files again gives.
     """
     manifest = read_manifest(folder)
-    rows = {split: read_rows(folder / entry["name"]) for split, entry in manifest["files"].items()}
+    files = _files(folder, manifest)
+    try:
+        rows = {split: read_rows(folder / entry["name"]) for split, entry in manifest["files"].items()}
+    except OpsdError as error:
+        rest = (Verdict(g, "not run", "the rows can't be read") for g in VERSIONS if g != "file_hash")
+        return [verdict("file_hash", [*files.failures, error.what], ""), *rest]
     every = [row for some in rows.values() for row in some]
+    if (fields := set(manifest["spec"])) != (known := {f.name for f in dataclasses.fields(Spec)}):
+        raise OpsdError(
+            f"{folder}: specification with {sorted(fields ^ known)}", f"it states {sorted(known)}", "build the corpus again"
+        )
     spec = Spec(**manifest["spec"])
-    verdicts = [_files(folder, manifest), *check_rows(every, spec, manifest["contract_hashes"], target, rendering)]
+    verdicts = [files, *check_rows(every, spec, manifest["contract_hashes"], target, rendering)]
     verdicts += [
         _manifest_contract(manifest),
         _evaluation(manifest, target),
         _tokenizer(manifest, rendering),
         _counts(manifest, rows),
+        _card(folder, manifest),
     ]
     if sources is None:
         names = ("recorded", "success", "observation", "rendered_again")
@@ -220,7 +235,8 @@ def merged(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 
 def _files(folder: Path, manifest: dict[str, Any]) -> Verdict:
-    found = {entry["name"]: file_hash(folder / entry["name"]) for entry in manifest["files"].values()}
+    paths = {entry["name"]: folder / entry["name"] for entry in manifest["files"].values()}
+    found = {name: file_hash(path) if path.is_file() else "none" for name, path in paths.items()}
     broken = [
         f"{e['name']} has SHA-256 {found[e['name']][:12]}, the manifest says {e['sha256'][:12]}"
         for e in manifest["files"].values()
@@ -257,7 +273,22 @@ def _counts(manifest: dict[str, Any], rows: Mapping[str, Sequence[CorpusRow]]) -
         for split, some in rows.items()
         if len(some) != manifest["files"][split]["rows"]
     ]
+    kinds = dict(Counter(row.actor_brief_kind for some in rows.values() for row in some))
+    if kinds != manifest["brief_kinds"]:
+        wrong.append(f"brief kinds: counted {kinds}, manifest {manifest['brief_kinds']}")
+    episodes = [{(row.source, row.episode_id) for row in some} for some in rows.values()]
+    wrong += [f"{'/'.join(e)} is in {' and '.join(rows)}" for e in sorted(set.intersection(*episodes)) if len(rows) > 1]
     return verdict("composition", wrong, f"{counted['loss_tokens']} loss tokens")
+
+
+def _card(folder: Path, manifest: dict[str, Any]) -> Verdict:
+    """The card says what the manifest says, and was told of no gate that had failed."""
+    path = folder / "README.md"
+    told, made = path.read_text(encoding="utf-8").splitlines() if path.is_file() else [], card(manifest).splitlines()
+    lines = zip_longest(told, made, fillvalue="no line")
+    wrong = [f"line {n}: {a!r}, the manifest gives {b!r}" for n, (a, b) in enumerate(lines, 1) if a != b]
+    wrong += [f"built although {g['gate']} was {g['verdict']}" for g in manifest["gates"] if g["verdict"] != "pass"]
+    return verdict("card", wrong, f"{len(made)} lines")
 
 
 def _episodes(rows: Sequence[CorpusRow], sources: Mapping[str, Source]) -> dict[tuple[str, str], Episode]:

@@ -28,6 +28,10 @@ from verl_opsd.tokens.records import BriefKind, Episode, Ids, Trajectory
 CORPUS_SCHEMA = 2
 MANIFEST = "corpus.json"
 SPLITS = ("train", "validation")
+MANIFEST_KEYS = (
+    "schema", "name", "model", "tokenizer", "files", "sources", "contract", "contract_hashes", "spec", "composition", "spread",
+    "brief_kinds", "excluded", "evaluation", "gates",
+)  # fmt: skip
 
 _ARRAYS: dict[str, Any] = {
     "input_ids": np.int32,
@@ -180,16 +184,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """``corpus.json`` of a corpus.
 
     Raises:
-        OpsdError: there is none, or it is of another version.
+        OpsdError: there is none, it is of another version, or a part of it is gone.
     """
     path = folder / MANIFEST
     if not path.is_file():
         raise OpsdError(f"{folder} holds no {MANIFEST}", "a corpus is a folder of `opsd corpus build`", "name such a folder")
-    manifest: dict[str, Any] = json.loads(path.read_text())
-    if manifest.get("schema") != CORPUS_SCHEMA:
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+        schema = manifest.get("schema")
+    except (ValueError, AttributeError) as error:
+        raise OpsdError(f"{path}: {error}", "a manifest is a JSON object", "build the corpus again") from error
+    if schema != CORPUS_SCHEMA:
         raise OpsdError(
-            f"{path} of schema {manifest.get('schema')!r}",
+            f"{path} of schema {schema!r}",
             f"this version reads schema {CORPUS_SCHEMA}",
             "build the corpus again with `opsd corpus build`",
         )
+    if missing := [k for k in MANIFEST_KEYS if k not in manifest]:
+        raise OpsdError(f"{path} lacks {', '.join(missing)}", "a manifest is whole", "build the corpus again")
     return manifest

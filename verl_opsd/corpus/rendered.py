@@ -1,9 +1,10 @@
 """Rows from chat messages that were never recorded: the one place where text becomes training ids, by a stated rendering step.
 
-A line of a JSONL file is ``{"messages": [...], "tools": [...] or absent}`` in OpenAI's form. Contexts are rendered by the chat builder,
-replies by the chat template; loss is on every assistant message, turn-end token included. Such rows are marked ``rendered``, have no
-contract and no log-probabilities, and pass the gates of a corpus like others; ``rendered_again`` compares their text with the template's
-rendering of the whole conversation.
+A line of a JSONL file is ``{"messages": [...], "tools": [...] or absent}`` in OpenAI's form, with no other key: what a template does not
+write (``weight``, ``reasoning_content``) would be lost silently. Contexts are rendered by the chat builder, replies by the chat template;
+loss is on every assistant message, turn-end token included. Such rows are marked ``rendered``, have no contract and no
+log-probabilities, and pass the gates of a corpus like others; ``rendered_again`` compares their text with the template's rendering of
+the whole conversation.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from jinja2 import TemplateError
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
 
 from verl_opsd.corpus.records import CorpusRow
 from verl_opsd.corpus.rerender import Rendering
@@ -23,6 +26,43 @@ from verl_opsd.tokens.classes import token_classes
 
 #: Version of this step; stamped on every corpus that has such rows.
 VERSION = "render-1"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Function(_Strict):
+    name: str
+    arguments: dict[str, Any] | Json[dict[str, Any]]
+
+
+class _Call(_Strict):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _Message(_Strict):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class _Described(BaseModel):
+    name: str
+
+
+class _Tool(_Strict):
+    type: Literal["function"]
+    function: _Described
+
+
+class _Line(_Strict):
+    messages: list[_Message] = Field(min_length=1)
+    tools: list[_Tool] | None = None
 
 
 def rows_of_file(
@@ -35,21 +75,37 @@ def rows_of_file(
         whole: the template's text of a conversation with tools.
 
     Raises:
-        OpsdError: a line of another form, without an assistant message after the first, or one whose ids decode to another text than the
-            whole conversation renders to.
+        OpsdError: a line of another form, without an assistant message after the first, whose text holds the turn's end, that the
+            template refuses, or whose ids decode to another text than the whole conversation renders to.
     """
+    try:
+        lines = path.read_bytes().removesuffix(b"\n").split(b"\n")  # a text may hold other line breaks (U+2028)
+    except OSError as error:
+        raise OpsdError(f"{path}: {error.strerror}", "a bucket is a JSONL file", "correct the path") from error
+    if lines == [b""]:
+        raise OpsdError(f"{path} is empty", "a bucket has rows", "name another file")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+    for number, line in enumerate(lines):
         where = f"{path}, line {number + 1}"
         try:
-            entry = json.loads(line)
-            messages, tools = [canonical(m) for m in entry["messages"]], entry.get("tools")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            form = 'a line is {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}'
-            raise OpsdError(f"{where}: {type(error).__name__}: {error}", form, "correct the file") from error
-        rows.append(_row(path.stem, f"{number:06d}", where, messages, tools, rendering, encode, whole))
-    if not rows:
-        raise OpsdError(f"{path} is empty", "a bucket has rows", "name another file")
+            _Line.model_validate_json(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "the line"
+            form = 'a line is {"messages": [{"role": ..., "content": ..., "tool_calls": [...]}, ...], "tools": [...]}'
+            raise OpsdError(f"{where}: {place}: {first['msg']}", form, "correct the file") from error
+        entry = json.loads(line)
+        messages, tools = [canonical(m) for m in entry["messages"]], entry.get("tools")
+        if held := next((m for m in messages if rendering.turn_end in json.dumps(m, ensure_ascii=False)), None):
+            raise OpsdError(
+                f"{where}: a message of role {held['role']} holds {rendering.turn_end}",
+                "a message's text doesn't end its turn: what follows would be read as another message",
+                "leave the line out, or write the marker otherwise",
+            )
+        try:
+            rows.append(_row(path.stem, f"{number:06d}", where, messages, tools, rendering, encode, whole))
+        except TemplateError as error:
+            raise OpsdError(f"{where}: {error}", "the chat template writes the conversation", "leave the line out") from error
     return rows
 
 

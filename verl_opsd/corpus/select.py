@@ -18,6 +18,8 @@ from verl_opsd.corpus.duplicates import near_duplicates
 from verl_opsd.corpus.records import CorpusRow, row_of
 from verl_opsd.corpus.rerender import Mismatch, Rendering, rerender
 from verl_opsd.errors import OpsdError
+from verl_opsd.evidence.graded import require_untouched
+from verl_opsd.evidence.invalidation import Mark, marks
 from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.branches import build_trajectories
 from verl_opsd.tokens.classes import token_classes
@@ -84,6 +86,7 @@ class Source:
 
     Attributes:
         hints: ids of the brief that stood in each agent's own prompts, of those that had one. Rows don't hold it.
+        marks: what was invalidated in the run.
     """
 
     name: str
@@ -91,6 +94,11 @@ class Source:
     contract: EvalContract
     path: str
     hints: Hints = no_hints
+    marks: tuple[Mark, ...] = ()
+
+    def invalidated(self, episode: Episode) -> str:
+        """What invalidates an episode; empty when nothing does."""
+        return next((str(m) for m in self.marks if m.covers(episode.model_version)), "")
 
 
 @dataclass
@@ -123,20 +131,21 @@ def open_sources(runs: Sequence[Path], hints: Callable[[Path], Hints] = lambda r
         hints: see ``Source.hints``, by run directory.
 
     Raises:
-        OpsdError: a directory that is no run, runs of two contracts, or two of one name.
+        OpsdError: a directory that is no run, one whose log or graded episodes were changed, runs of two contracts, or two of one name.
     """
     sources: list[Source] = []
     for path in runs:
         run = RunDir(path)
         if not (path / "contract.json").is_file() or not run.episodes.is_dir():
             raise OpsdError(f"{path}", "a source is a run directory with contract.json and episodes/", "name such a directory")
+        require_untouched(path, "source")
         contract = run.contract()
         if sources:
             sources[0].contract.require_same(contract, f"run {path}", without=TOUCHED, mine=f"run {sources[0].path}")
         name = path.resolve().name
         if name in {s.name for s in sources}:
             raise OpsdError(f"two sources named {name}", "rows are told apart by their source's name", "rename a directory")
-        sources.append(Source(name, EpisodeStore(run.episodes), contract, str(path.resolve()), hints(path)))
+        sources.append(Source(name, EpisodeStore(run.episodes), contract, str(path.resolve()), hints(path), tuple(marks(path))))
     return sources
 
 
@@ -190,6 +199,8 @@ def select(sources: Sequence[Source], spec: Spec, rendering: Rendering, target: 
                 out.excluded["other_split"].append(where)
             elif not episode.scored:
                 out.excluded["infrastructure_fault"].append(f"{where}: {episode.outcome}")
+            elif why := source.invalidated(episode):
+                out.excluded["invalidated"].append(f"{where}: {why}")
             elif episode.actor_brief_kind == "answer" and not spec.allow_answer:
                 out.excluded["answer_in_prompt"].append(where)
             else:

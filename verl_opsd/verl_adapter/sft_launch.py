@@ -20,6 +20,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from verl_opsd import resume
 from verl_opsd.config import GateConfig, build_section
 from verl_opsd.corpus.curriculum import Entry, Phase, schedule
 from verl_opsd.corpus.records import read_manifest, read_rows
@@ -34,6 +35,18 @@ from verl_opsd.verl_adapter.place import Found, require_writable
 WAIT_S = 300.0
 #: Seconds that rank 0 waits for the others before it gives the directory of a refused run back.
 GATHER_S = 30.0
+#: Keys that may change when a run is continued: how often it saves and validates, and where its numbers go.
+MAY_CHANGE = (
+    "trainer.save_freq",
+    "trainer.test_freq",
+    "trainer.logger",
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "trainer.max_ckpt_to_keep",
+    "trainer.profile_interval",
+    "global_profiler",
+    "profiler",
+)
 DATASET = ("pkg://verl_opsd.verl_adapter.sft_data", "CorpusDataset")
 
 
@@ -212,7 +225,13 @@ def prepare(config: DictConfig, run: RunDir, ranks: int) -> dict[str, Any]:
         files = {n: str(folders[n] / m["files"][split]["name"]) for n, m in manifests.items() if split in m["files"]}
         write_json(
             run.path / "data" / f"{split}.json",
-            {"tokenizer": tokenizer, "files": files, "entries": [list(e) for e in chosen], "shuffled": split == "train"},
+            {
+                "tokenizer": tokenizer,
+                "files": files,
+                "sha256": {n: manifests[n]["files"][split]["sha256"] for n in files},
+                "entries": [list(e) for e in chosen],
+                "shuffled": split == "train",
+            },
         )
     return {
         "rows": sum(e[1] >= 0 for e in entries),
@@ -356,10 +375,13 @@ class WarmStartCallback(Callback):
         from verl_opsd.verl_adapter.requirements import require_plugin
 
         require_plugin()
-        before = _trained_on(run)
+        before, composed = _trained_on(run), _plain(config)
+        continued = any(run.path.glob("checkpoints/global_step_*"))
+        if continued:
+            _require_same(run, composed, ranks)
         print(f"verl-opsd: recipe=warm_start run directory {run.path}", flush=True)
         found = prepare(config, run, ranks)
-        if before is not None and before != (after := _trained_on(run)) and any(run.path.glob("checkpoints/global_step_*")):
+        if continued and before is not None and before != (after := _trained_on(run)):
             for split, text in before.items():
                 (run.path / "data" / f"{split}.json").write_text(text)
             raise OpsdError(
@@ -375,9 +397,7 @@ class WarmStartCallback(Callback):
                 "student": str(config.model.path),
                 "ranks": ranks,
                 "trained_on": found,
-                "config": OmegaConf.to_container(
-                    OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"]), resolve=False
-                ),
+                "config": composed,
             },
         )
         print(
@@ -385,11 +405,14 @@ class WarmStartCallback(Callback):
             f"the longest row has {found['longest']} tokens",
             flush=True,
         )
+        _join_losses(run, aside=True)
         write_json(run.path / "data" / "start.json", {"start": os.environ["OPSD_START"]})
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Names the cause of a failure, and where things are."""
         run = RunDir.from_env() if "OPSD_RUN_DIR" in os.environ else RunDir(config.hydra.runtime.output_dir)
+        if os.environ.get("RANK", "0") == "0":
+            _join_losses(run)
         if job_return.status == JobStatus.FAILED:
             print(f"error: {job_return._return_value}\nverl-opsd: run directory {run.path}", file=sys.stderr, flush=True)
         elif os.environ.get("RANK", "0") == "0":
@@ -399,6 +422,48 @@ class WarmStartCallback(Callback):
 def _trained_on(run: RunDir) -> dict[str, str] | None:
     files = {k: run.path / "data" / f"{k}.json" for k in ("train", "validation")}
     return {k: p.read_text() for k, p in files.items()} if all(p.is_file() for p in files.values()) else None
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    """The composed configuration without Hydra's section, references unresolved."""
+    plain: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"]), resolve=False)
+    return plain
+
+
+def _require_same(run: RunDir, composed: dict[str, Any], ranks: int) -> None:
+    """Checkpoints are continued under the configuration and by as many ranks as they were made with.
+
+    Raises:
+        OpsdError: naming what differs.
+    """
+    path = run.path / "meta.json"
+    if not path.is_file():
+        return
+    meta = json.loads(path.read_text())
+    if meta["ranks"] != ranks:
+        raise OpsdError(
+            f"{run.path} holds checkpoints of {meta['ranks']} ranks, this start has {ranks}",
+            "every rank reads the shard that it has saved",
+            f"start {meta['ranks']} ranks, or start in another hydra.run.dir",
+        )
+    resume.require_same(run, meta["config"], composed, MAY_CHANGE)
+
+
+def _join_losses(run: RunDir, aside: bool = False) -> None:
+    """One file of losses over all starts of a run: verl's logger empties it when it opens it.
+
+    Args:
+        aside: put the earlier lines where the logger doesn't reach; otherwise they and the later ones become one file again.
+    """
+    whole, earlier = run.path / "metrics.jsonl", run.path / "metrics.earlier.jsonl"
+    parts = [p.read_bytes() for p in (earlier, whole) if p.is_file()]
+    if not parts:
+        return
+    target, other = (earlier, whole) if aside else (whole, earlier)
+    temporary = whole.with_name(".metrics")
+    temporary.write_bytes(b"".join(part[: part.rfind(b"\n") + 1] for part in parts))  # a kill may have cut the last line
+    temporary.replace(target)
+    other.unlink(missing_ok=True)
 
 
 def _waiting(run: RunDir, rank: int) -> Path:

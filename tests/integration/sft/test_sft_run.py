@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from verl_opsd.corpus.records import CORPUS_SCHEMA, CorpusRow, read_rows, write_rows
+from verl_opsd.corpus.records import CORPUS_SCHEMA, MANIFEST_KEYS, CorpusRow, read_rows, write_rows
 from verl_opsd.models.export import whole_weights
 from verl_opsd.models.tiny import WARM
 from verl_opsd.rundir import file_hash, write_json
@@ -50,6 +50,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_json(
         path / "corpus.json",
         {
+            **dict.fromkeys(MANIFEST_KEYS),
             "schema": CORPUS_SCHEMA,
             "tokenizer": tokenizer_hash(AutoTokenizer.from_pretrained(WARM)),
             "files": files,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,9 @@ from verl_opsd.corpus.gates import check
 from verl_opsd.corpus.records import read_manifest, read_rows
 from verl_opsd.corpus.select import Spec, open_sources, select
 from verl_opsd.errors import OpsdError
+from verl_opsd.evidence.invalidation import invalidate
 from verl_opsd.privilege import process
+from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.tokens import EpisodeStore
 from verl_opsd.verl_adapter.rendering import hints_of_run
 
@@ -293,3 +296,47 @@ def test_a_corpus_without_rows_or_over_another_is_refused(corpus, run, tmp_path:
 def test_specifications_that_make_no_sense(bad):
     with pytest.raises(OpsdError):
         Spec(**bad)
+
+
+def graded(path: Path, *episodes) -> Path:
+    """A run directory whose log holds the hashes of what was graded."""
+    write_json(path / "contract.json", CONTRACT.as_dict())
+    for e in episodes:
+        RunDir(path).store_episode(EpisodeStore(path / "episodes"), e)
+    return path
+
+
+def test_a_grade_that_was_changed_afterwards_is_refused(tmp_path):
+    e = episode("e", [call("ls")], [call("pwd")], (False, True))
+    run = graded(tmp_path / "run", e)
+    assert len(open_sources([run])) == 1
+    won = tuple(dataclasses.replace(f, passed=True) for f in e.grade.features)
+    shutil.rmtree(run / "episodes" / "e")
+    EpisodeStore(run / "episodes").write(dataclasses.replace(e, grade=dataclasses.replace(e.grade, features=won)))
+    with pytest.raises(OpsdError, match=r"source .*episode e: grades\.parquet not as graded"):
+        open_sources([run])
+
+
+def test_what_was_invalidated_is_left_out_and_found_in_a_corpus_of_earlier(tmp_path, target):
+    old = episode("old", [call("ls")], [call("pwd")], model_version=2)
+    new = episode("new", [call("cat x")], [call("cat y")], model_version=3)
+    run = graded(tmp_path / "run", old, new)
+    build(open_sources([run]), Spec(), rendering(), target, tmp_path / "c", "model", "pocket")
+    assert invalidate(run, "version", "2", "a broken server")
+    found = taken([run], target)
+    assert {r.episode_id for r in found.rows} == {"new"}
+    assert found.excluded["invalidated"] == ["run/old: invalidated (version=2): a broken server"]
+    failed = {
+        v.gate: v.detail
+        for v in check(tmp_path / "c", rendering(), target, {"run": open_sources([run])[0]})
+        if v.verdict == "fail"
+    }
+    assert set(failed) == {"recorded"} and "run/old/agent1: invalidated (version=2)" in failed["recorded"]
+    assert invalidate(run, "contract", CONTRACT.hash[:12], "another harness")
+    assert taken([run], target).rows == []
+
+
+def test_a_validation_share_that_leaves_nothing_to_train_on_is_refused(tmp_path, target):
+    run = run_dir(tmp_path / "run", episode("e", [call("ls")], [call("pwd")]))
+    with pytest.raises(OpsdError, match=r"validation=0\.1 holds out all 1 episodes"):
+        build(open_sources([run]), Spec(validation=0.1), rendering(), target, tmp_path / "c", "model", "pocket")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from chat_tokenizer import chat_tokenizer
+from jinja2 import TemplateError
 from recorded import TOOLS, Builder, call, rendering
 from rich.console import Console
 
@@ -65,7 +66,7 @@ def run_with_model(run: Path) -> Path:
 
 def test_a_recorded_corpus_is_built_checked_and_shown(recorded, run_with_model):
     code, text = opsd("check", str(recorded))
-    assert code == 0 and text.count(" pass ") == 13
+    assert code == 0 and text.count(" pass ") == 14
     assert "3 of 2 episodes" in opsd("show", str(recorded))[1]
     manifest = read_manifest(recorded)
     assert manifest["spec"]["near_duplicate"] == 0.9 and manifest["model"] == "model"
@@ -113,14 +114,71 @@ def test_evaluated_text_in_a_chat_file_is_left_out(tmp_path):
     assert "contaminated 1" in text and len(read_rows(tmp_path / "c" / "train.parquet")) == 1
 
 
+U, A = '{"role": "user", "content": "u"}', '{"role": "assistant", "content": "a"}'
+
+
+def calling(arguments: str) -> str:
+    """A line with one call, whose arguments are this JSON."""
+    call = f'{{"type": "function", "function": {{"name": "bash", "arguments": {arguments}}}}}'
+    return f'{{"messages": [{U}, {{"role": "assistant", "tool_calls": [{call}]}}]}}'
+
+
+@pytest.mark.parametrize("arguments", ['{"command": "ls"}', json.dumps('{"command": "ls"}')])
+def test_arguments_are_an_object_or_its_json(arguments, tmp_path):
+    (tmp_path / "x.jsonl").write_text(calling(arguments) + "\n")
+    (row,) = rows(tmp_path / "x.jsonl")
+    assert chat_tokenizer().decode(row.input_ids[row.loss_mask == 1]) == call("ls") + "<|im_end|>"
+
+
+def test_a_line_of_the_file_ends_at_a_line_feed_alone(tmp_path):
+    """U+2028 and the like are line breaks for Python, and plain characters for JSON."""
+    texts = ["a\u2028b", "a\u0085b", "c"]
+    lines = [json.dumps({"messages": [json.loads(U), {"role": "assistant", "content": t}]}, ensure_ascii=False) for t in texts]
+    (tmp_path / "x.jsonl").write_bytes("\r\n".join(lines).encode())
+    found = [chat_tokenizer().decode(r.input_ids[r.loss_mask == 1]) for r in rows(tmp_path / "x.jsonl")]
+    assert found == [f"{t}<|im_end|>" for t in texts]
+
+
+def test_what_the_template_refuses_names_the_line(tmp_path, monkeypatch):
+    def refuse(self, messages, tools):
+        raise TemplateError("No user query found in messages.")
+
+    (tmp_path / "x.jsonl").write_text(json.dumps(chat("One.")))
+    monkeypatch.setattr(Builder, "initial", refuse)
+    with pytest.raises(OpsdError, match="line 1: No user query"):
+        rows(tmp_path / "x.jsonl")
+    with pytest.raises(OpsdError, match="No such file"):
+        rows(tmp_path / "nothing.jsonl")
+
+
 @pytest.mark.parametrize(
     ("line", "what"),
     [
         ("{", "line 1"),
-        ('{"text": "x"}', "KeyError"),
+        ("null", "line 1"),
+        ("[1]", "line 1"),
+        ("", "is empty"),
+        (f'{{"messages": [{U}, {A}]}}\n\n', "line 2"),
+        ('{"text": "x"}', "messages: Field required"),
+        (f'{{"messages": [{U}, {A}], "tols": []}}', "tols"),
+        (f'{{"messages": [{U}, {A}], "tools": "bash"}}', "tools"),
+        (f'{{"messages": [{U}, {A}], "tools": [{{"type": "function", "function": {{}}}}]}}', "tools.0"),
+        ('{"messages": "x"}', "messages"),
+        ('{"messages": [{"content": "x"}]}', "messages.0.role"),
+        (f'{{"messages": [{U}, {{"role": "assistant", "content": [{{"type": "text", "text": "a"}}]}}]}}', "messages.1.content"),
+        # what no template writes would be lost, or trained on against its author's will
+        (f'{{"messages": [{U}, {{"role": "assistant", "content": "a", "weight": 0}}]}}', "messages.1.weight"),
+        (f'{{"messages": [{U}, {{"role": "assistant", "content": "a", "reasoning_content": "b"}}]}}', "reasoning_content"),
+        (f'{{"messages": [{U}, {{"role": "assistant", "tool_calls": [{{"name": "bash"}}]}}]}}', "tool_calls.0.function"),
+        (calling('"{oops"'), "arguments"),
+        (calling('"[1]"'), "arguments"),
+        (calling("3"), "arguments"),
+        # a turn's end inside a text would be read as one
+        (f'{{"messages": [{U}, {{"role": "assistant", "content": "a<|im_end|>b"}}]}}', "role assistant holds"),
+        (f'{{"messages": [{{"role": "user", "content": "<|im_end|>"}}, {A}]}}', "role user holds"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "an assistant answers"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "an assistant answers"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "messages.0.role"),
     ],
 )
 def test_lines_that_are_refused(line, what, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -47,7 +48,10 @@ def test_the_order_follows_the_seed_alone():
         ({"a": 3}, [Phase({})], "epochs over"),
         ({"a": 3}, [Phase({"b": 1.0})], "bucket 'b'"),
         ({"a": 3}, [Phase({"a": 0.0})], "weight 0.0"),
-        ({"a": 3}, [Phase({"a": 0.1})], "rows"),
+        ({"a": 3}, [Phase({"a": math.inf})], "weight inf"),
+        ({"a": 3}, [Phase({"a": math.nan})], "weight nan"),
+        ({"a": 3}, [Phase({"a": 0.1})], "weight 0.1 of bucket a of 3 rows"),
+        ({"a": 3, "b": 9}, [Phase({"b": 1.0, "a": 0.1})], "weight 0.1 of bucket a of 3 rows"),
         ({"a": 3, "b": 1}, [Phase({"a": 1.0})], "buckets b in no phase"),
     ],
 )

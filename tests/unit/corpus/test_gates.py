@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from recorded import CONTRACT, rendering
 
-from verl_opsd.corpus.card import composition
+from verl_opsd.corpus.card import card, composition
 from verl_opsd.corpus.gates import VERSIONS, check
 from verl_opsd.corpus.records import MANIFEST, CorpusRow, read_manifest, read_rows, write_rows
 from verl_opsd.corpus.select import Source
+from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import file_hash, write_json
 from verl_opsd.tokens import EpisodeStore
 
@@ -38,6 +39,7 @@ def rewrite(corpus: Path, change: Callable[[CorpusRow], CorpusRow], *, row_hash:
         manifest["files"]["train"]["sha256"] = file_hash(path)
         manifest["composition"] = composition(rows)
         write_json(corpus / MANIFEST, manifest)
+        (corpus / "README.md").write_text(card(manifest))
 
 
 def at(row: CorpusRow, name: str, where: int, value: int) -> CorpusRow:
@@ -122,7 +124,7 @@ def test_a_changed_manifest_is_caught(entry, gate, corpus, run, target):
     old = node[entry[-1]]
     node[entry[-1]] = old + 1 if isinstance(old, int) else ("0" if old[0] != "0" else "1") + old[1:]
     (corpus / MANIFEST).write_text(json.dumps(manifest))
-    assert set(failed(corpus, run, target)) == {gate}
+    assert set(failed(corpus, run, target)) - {"card"} == {gate}
 
 
 @pytest.mark.parametrize(
@@ -161,3 +163,69 @@ def test_a_failed_run_and_a_copy_are_caught(corpus, run, target):
 def test_masks_that_are_no_masks(broken, corpus, run, target):
     rewrite(corpus, broken, files=False)
     assert "mask" in failed(corpus, run, target, sources=False)
+
+
+def test_damage_to_a_file_is_that_gates_and_the_others_do_not_run(corpus, run, target):
+    path = corpus / "train.parquet"
+    good = path.read_bytes()
+    for bad in (good[:-40], good[:200] + bytes(100) + good[300:], None):
+        path.unlink()
+        if bad is not None:
+            path.write_bytes(bad)
+        found = check(corpus, rendering(), target, None)
+        assert [v.gate for v in found] == list(VERSIONS)
+        assert {v.gate for v in found if v.verdict == "fail"} >= {"file_hash"}, bad
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["excluded"].update(not_passed=[]),
+        lambda m: m["spread"].update({"yield": 1.0}),
+        lambda m: m["spec"].update(level="pair"),
+        lambda m: m["sources"][0].update(episodes=9),
+        lambda m: m["gates"][0].update(verdict="fail"),
+        lambda m: m["contract"].update(step_limit=7),
+    ],
+)
+def test_the_card_is_what_the_manifest_gives(change, corpus, run, target):
+    manifest = read_manifest(corpus)
+    change(manifest)
+    write_json(corpus / MANIFEST, manifest)
+    assert "card" in failed(corpus, run, target)
+
+
+def test_a_changed_card_is_caught_and_so_is_one_that_is_gone(corpus, run, target):
+    path = corpus / "README.md"
+    path.write_text(path.read_text().replace("- rows: 3", "- rows: 4"))
+    assert "line 17: '- rows: 4" in failed(corpus, run, target)["card"]
+    path.unlink()
+    assert set(failed(corpus, run, target)) == {"card"}
+
+
+def test_an_episode_on_both_sides_of_the_split_is_caught(corpus, run, target):
+    rows = read_rows(corpus / "train.parquet")
+    mine = [[r for r in rows if r.agent_id == "agent1"], [r for r in rows if r.agent_id == "agent2"]]
+    manifest = read_manifest(corpus)
+    for split, some in zip(("train", "validation"), mine, strict=True):
+        write_rows(corpus / f"{split}.parquet", some)
+        file = corpus / f"{split}.parquet"
+        manifest["files"][split] = {"name": file.name, "rows": len(some), "sha256": file_hash(file)}
+    write_json(corpus / MANIFEST, manifest)
+    (corpus / "README.md").write_text(card(manifest))
+    assert failed(corpus, run, target) == {"composition": "run/a is in train and validation"}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 2}'])
+def test_a_manifest_that_is_none_is_refused(text, corpus):
+    (corpus / MANIFEST).write_text(text)
+    with pytest.raises(OpsdError, match=r"corpus\.json"):
+        read_manifest(corpus)
+
+
+def test_a_specification_of_another_version_is_refused(corpus, run, target):
+    manifest = read_manifest(corpus)
+    manifest["spec"]["no_such"] = 1
+    write_json(corpus / MANIFEST, manifest)
+    with pytest.raises(OpsdError, match=r"specification with \['no_such'\]"):
+        failed(corpus, run, target)

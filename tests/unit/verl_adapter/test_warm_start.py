@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoTokenizer
 
 from verl_opsd.corpus.curriculum import Phase, schedule
-from verl_opsd.corpus.records import CORPUS_SCHEMA, CorpusRow, write_rows
+from verl_opsd.corpus.records import CORPUS_SCHEMA, MANIFEST_KEYS, CorpusRow, write_rows
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import WARM
 from verl_opsd.rundir import RunDir, file_hash, write_json
@@ -46,6 +47,7 @@ def make_corpus(path: Path, lengths: list[int], held: list[int], **changes: Any)
             write_rows(file, [row(100 * len(split) + i, n) for i, n in enumerate(sizes)])
             files[split] = {"name": file.name, "rows": len(sizes), "sha256": file_hash(file)}
     manifest = {
+        **dict.fromkeys(MANIFEST_KEYS),
         "schema": CORPUS_SCHEMA,
         "tokenizer": tokenizer_hash(AutoTokenizer.from_pretrained(WARM)),
         "files": files,
@@ -115,6 +117,7 @@ def test_a_run_is_prepared(compose, run, tmp_path):
         (["opsd.sft.chunk=0"], "opsd.sft.chunk=0"),
         (["model.override_config.attn_implementation=banana"], "attn_implementation=banana"),
         (["trainer.seed=x"], "trainer.seed=x"),
+        (["opsd.phases.all.buckets.all=0.1"], "weight 0.1 of bucket all of 3 rows"),
         (["opsd.sft.anchor=-1"], "opsd.sft.anchor=-1"),
         (["opsd.sft.anchor=0.1", "engine.ulysses_sequence_parallel_size=2"], "opsd.sft.anchor=0.1 with"),
         (["engine.strategy=fsdp"], "engine.strategy=fsdp"),
@@ -241,3 +244,71 @@ def test_ranks_of_one_torchrun_share_their_start(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "123")
     assert plugin._port() == "123"
     plugin._port.cache_clear()
+
+
+def test_a_corpus_that_was_built_anew_is_another_schedule(compose, run, tmp_path):
+    """Same folder, same number of rows: what a run was started with is told by the files' hashes."""
+    texts = []
+    for lengths in ([10, 20], [10, 21]):
+        corpus = make_corpus(tmp_path / "corpus", lengths, [])
+        prepare(compose(f"corpus={corpus}"), run)
+        texts.append(json.loads((run.path / "data" / "train.json").read_text()))
+        shutil.rmtree(corpus)
+    assert texts[0]["entries"] == texts[1]["entries"] and texts[0]["sha256"] != texts[1]["sha256"]
+
+
+@pytest.fixture
+def started(compose, run, tmp_path, monkeypatch) -> Callable[..., None]:
+    """Starts a run as the callback does; afterwards it holds a checkpoint."""
+    from verl_opsd.verl_adapter.sft_launch import WarmStartCallback
+
+    corpus = make_corpus(tmp_path / "corpus", [10, 20, 30, 40], [12])
+    monkeypatch.setenv("OPSD_START", "then")
+
+    def start(*overrides: str, ranks: int = 1) -> None:
+        WarmStartCallback()._start(compose(f"corpus={corpus}", "trainer.save_freq=2", *overrides), run, ranks)
+        (run.path / "checkpoints" / "global_step_2").mkdir(parents=True, exist_ok=True)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "what"),
+    [
+        (["optim.lr=1e-4"], 1, "optim.lr=5e-06 and not 0.0001"),
+        (["data.train_batch_size=4"], 1, "data.train_batch_size=2 and not 4"),  # the order of rows is the same
+        (["opsd.sft.anchor=0.1"], 1, "opsd.sft.anchor=0.0 and not 0.1"),
+        (["opsd.sft.gate={kappa: 1.0, gamma: -2.0}"], 1, "opsd.sft.gate"),
+        (["model.lora_rank=4"], 1, "model.lora_rank=0 and not 4"),
+        (["opsd.phases.all.epochs=2"], 1, "opsd.phases.all.epochs=3 and not 2"),
+        ([], 2, "checkpoints of 1 ranks, this start has 2"),
+    ],
+)
+def test_checkpoints_are_continued_under_the_configuration_that_made_them(started, run, overrides, ranks, what):
+    started()
+    before = {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
+    with pytest.raises(OpsdError, match=what):
+        started(*overrides, ranks=ranks)
+    assert {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()} == before
+    started("trainer.save_freq=1", "trainer.test_freq=1", "trainer.logger=[console]")
+
+
+def test_losses_of_every_start_are_kept(started, run):
+    """verl's logger empties the file that it opens; a kill may cut the last line."""
+    from hydra.core.utils import JobReturn, JobStatus
+
+    from verl_opsd.verl_adapter.sft_launch import WarmStartCallback
+
+    file, lines = run.path / "metrics.jsonl", [json.dumps({"step": i, "data": {"val/loss": 1.0 / i}}) + "\n" for i in (1, 2, 3)]
+    started()
+    file.write_text(lines[0] + lines[1] + '{"step": 3, "da')
+    started()
+    assert not file.exists()
+    file.write_text(lines[1])
+    started()  # killed again
+    file.write_text(lines[2])
+    done = JobReturn()
+    done.status = JobStatus.COMPLETED
+    WarmStartCallback().on_job_end(None, done)  # type: ignore[arg-type]
+    assert file.read_text() == "".join((lines[0], lines[1], lines[1], lines[2]))
+    assert not (run.path / "metrics.earlier.jsonl").exists()
