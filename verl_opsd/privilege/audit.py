@@ -295,16 +295,18 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
-def require_unseen(brief: Brief, prompt: str, whose: str) -> None:
+def require_unseen(brief: Brief, prompt: str, whose: str, told: Iterable[str] = ()) -> None:
     """Refuses a trajectory whose first prompt already holds text of the brief's answer: there the student would train on it.
 
     Args:
         prompt: what the student read before its first reply.
+        told: public texts that belong in it. A task text may quote lines of its own solution; what it says is no leak.
 
     Raises:
         OpsdError: a run of 8 words of an answer section stands in it.
     """
-    runs = student_leak(brief, [prompt], kinds=("answer",))
+    public = set(student_leak(brief, told, kinds=("answer",)))
+    runs = [run for run in student_leak(brief, [prompt], kinds=("answer",)) if run not in public]
     if runs:
         raise OpsdError(
             f"{whose}: {len(runs)} runs of {LEAK_WORDS} words of brief {brief.name!r}'s answer stand in the student's own prompt",

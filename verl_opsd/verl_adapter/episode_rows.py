@@ -21,6 +21,7 @@ from verl_opsd.privilege import (
     NoBrief,
     TeacherView,
     ViewTooLong,
+    chat_blocks,
     none,
     require_unseen,
     stated,
@@ -31,7 +32,7 @@ from verl_opsd.rundir import RunDir
 from verl_opsd.tokens.branches import build_trajectories
 from verl_opsd.tokens.build_rows import build_row, prompt_response
 from verl_opsd.tokens.classes import token_classes
-from verl_opsd.tokens.records import TOKEN_CLASSES, Episode, Trajectory, TurnRecord
+from verl_opsd.tokens.records import TOKEN_CLASSES, Episode, Ids, Trajectory, TurnRecord
 from verl_opsd.tokens.rows import padding_fields, row_name
 from verl_opsd.verl_adapter.actor_briefs import collected_with, copying_turns, hints_of
 from verl_opsd.verl_adapter.routes import teacher_of
@@ -63,26 +64,38 @@ def kept_turns(loss: LossConfig, turns: Sequence[TurnRecord]) -> set[int]:
     return {t.turn for t in turns if t.kind in loss.turn_kinds and (ranges is None or any(t.turn in r for r in ranges))}
 
 
-def training_view(opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokenizer: Any, scored: bool = True) -> TeacherView:
+def own_prompt(trajectory: Trajectory, markers: ChatMarkers) -> Ids:
+    """What the harness told an agent before it acted. A branch that forks from another one begins with history, or with a summary of it:
+    there its system message and first user message."""
+    if trajectory.parent_branch < 0:
+        return trajectory.input_ids[: int(np.argmax(trajectory.turn_index >= 0))]
+    first = next((b.close for b in chat_blocks(trajectory.input_ids, markers) if b.role == "user"), 0)
+    return trajectory.input_ids[:first]
+
+
+def training_view(
+    opsd: OpsdConfig, trajectory: Trajectory, brief: Brief, tokenizer: Any, scored: bool = True, told: Sequence[str] = ()
+) -> TeacherView:
     """The teacher's view of one branch.
 
     Args:
         scored: False: nobody reads the view (evaluation), so no limit binds it.
+        told: the agent's task text, for :func:`require_unseen`.
 
     Raises:
         OpsdError: the student's own first prompt holds text of the brief's answer.
         ViewTooLong: a pass is longer than ``opsd.brief.max_view_tokens``, or a reply fits into no window.
     """
+    markers = ChatMarkers.from_tokenizer(tokenizer)
     if brief.kind == "answer":
-        first = int(np.argmax(trajectory.turn_index >= 0))
         whose = f"{trajectory.episode_id}/{trajectory.agent_id}"
-        require_unseen(brief, tokenizer.decode(trajectory.input_ids[:first].tolist()), whose)
+        require_unseen(brief, tokenizer.decode(own_prompt(trajectory, markers).tolist()), whose, told)
     return teacher_view(
         trajectory.input_ids,
         trajectory.loss_mask,
         brief.ids(tokenizer),
         opsd.brief.placement,
-        ChatMarkers.from_tokenizer(tokenizer),
+        markers,
         user_turn=opsd.brief.user_turn,
         max_len=opsd.brief.max_view_tokens if scored else None,
         window_context=opsd.brief.window_context,
@@ -153,7 +166,9 @@ def episode_outputs(opsd: OpsdConfig, pair: PairTask, episode: Episode, tokenize
                 branch = without_hint(branch, hints[agent].ids(tokenizer), markers)
             prompt, response, mask, logprobs = prompt_response(branch)
             try:
-                view = training_view(opsd, branch, brief, tokenizer, scored=pair.split == "train")
+                view = training_view(
+                    opsd, branch, brief, tokenizer, pair.split == "train", [pair.feature_text(agents_of(pair)[agent])]
+                )
             except ViewTooLong:
                 if opsd.brief.too_long != "leave_out":
                     raise

@@ -246,6 +246,10 @@ def test_an_answer_in_the_students_own_prompt_is_refused():
     added = "\n".join(patch_of(pair, pair.features[0], "gold").splitlines()[4:])
     with pytest.raises(OpsdError, match="student's own prompt"):
         require_unseen(brief, f"{prompt}\n{added}", "e/agent1")
+    quoting = f"{pair.feature_text(pair.features[0])}\n{added}"  # a task text that quotes its own solution
+    require_unseen(brief, f"You are agent1.\n{quoting}", "e/agent1", told=[quoting])
+    with pytest.raises(OpsdError, match="student's own prompt"):
+        require_unseen(brief, f"{prompt}\n{added}", "e/agent1", told=[pair.feature_text(pair.features[0])])
     scope = make_brief("peer_spec", "agent1", {"agent2": prompt})
     require_unseen(scope, prompt, "e/agent1")  # a task text is no answer
     assert student_leak(scope, [prompt]) != []

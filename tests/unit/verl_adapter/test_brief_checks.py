@@ -13,6 +13,8 @@ import pytest
 
 from verl_opsd.config import OpsdConfig, WorthConfig
 from verl_opsd.cooperbench.dataset import POCKET_DIR, load_subset
+from verl_opsd.cooperbench.pair_briefs import patch_of
+from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import ensure_tiny
 from verl_opsd.paths import cache_dir
@@ -105,7 +107,6 @@ def test_code_of_the_base_tree_is_no_leak_of_a_patch(student, monkeypatch):
 
 
 def test_every_training_pair_needs_its_workflow(student, tmp_path):
-    from verl_opsd.cooperbench.pair_briefs import patch_of
 
     brief = {"name": "workflow", "files": str(tmp_path), "allow_answer": True}
     for pair in PAIRS[1:]:
@@ -309,3 +310,43 @@ def test_the_wrong_task_of_every_pair_is_answer_free_and_anothers(student):
     assert audit(brief, Material()).findings and not audit(brief, Material(elsewhere=(text,))).findings
     patch = "--- a/m.py\n+++ b/m.py\n@@ -1,1 +1,1 @@\n-x\n+return compute_total(items, rate=0.5, other=limit(9))\n"
     assert {f.kind for f in audit(brief, Material(gold=(patch,), elsewhere=(text,))).findings} == {"gold_text"}
+
+
+def test_what_an_agent_read_while_it_acted_is_no_leak_of_its_prompt(student, tmp_path, monkeypatch):
+    """A branch whose history was rendered again begins with the file that the agent looked at, which the gold patch quotes too."""
+    monkeypatch.setenv("OPSD_RUN_DIR", str(tmp_path))
+    made, tokenizer = episode(student, "")
+    gold = patch_of(PAIRS[0], PAIRS[0].features[0], "gold")
+    first = made.turns[0]
+    fork = len(first.new_ids)
+
+    def forked(before: str, at: int) -> Episode:
+        history = f"{before}<|im_end|>\n<|im_start|>user\nNow?<|im_end|>\n<|im_start|>assistant\n"
+        new = np.array(tokenizer.encode(history, add_special_tokens=False), np.int32)
+        again = dataclasses.replace(
+            first, turn=1, branch=1, start=at, new_ids=new, parent_branch=0, fork_position=at, fork_reason="template_rewrite"
+        )
+        return dataclasses.replace(made, turns=(first, again, made.turns[1]))
+
+    wanted = config({"name": "gold_patch", "allow_answer": True})
+    assert len(rows(wanted, forked(f"cat x<|im_end|>\n<|im_start|>user\n<tool_response>\n{gold}", fork), tokenizer)) == 3
+    at = int(np.flatnonzero(first.new_ids == tokenizer.eos_token_id)[1])  # inside the first user message
+    with pytest.raises(OpsdError, match="student's own prompt"):
+        rows(wanted, forked(gold, at), tokenizer)
+
+
+def test_a_task_text_may_quote_its_own_solution(student, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPSD_RUN_DIR", str(tmp_path))
+    made, tokenizer = episode(student, "")
+    gold = patch_of(PAIRS[0], PAIRS[0].features[0], "gold")
+    prompt = tokenizer.encode(
+        f"<|im_start|>user\n{gold}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False, split_special_tokens=False
+    )
+    made = dataclasses.replace(
+        made, turns=(dataclasses.replace(made.turns[0], new_ids=np.array(prompt, np.int32)), made.turns[1])
+    )
+    wanted = config({"name": "gold_patch", "allow_answer": True, "placement": "last_user"})
+    with pytest.raises(OpsdError, match="student's own prompt"):
+        rows(wanted, made, tokenizer)
+    monkeypatch.setattr(PairTask, "feature_text", lambda self, feature: gold)
+    assert len(rows(wanted, made, tokenizer)) == 2
