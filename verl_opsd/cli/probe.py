@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         p.add_argument("--teacher", help="model folder; default: the student without adapter")
         p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
         p.add_argument("--device", default="cpu")
-    probe.add_argument("--episodes", type=int, help="the first so many; default: all")
+    probe.add_argument("--episodes", type=_count, help="the first so many; default: all")
     probe.add_argument("--arms", nargs="+", help="default: brief wrong_task shuffled content_free")
     probe.add_argument("--placements", nargs="+", choices=("system", "last_user"), default=["system", "last_user"])
     probe.add_argument("--teacher-run", type=Path, help="run whose trajectories the teacher wrote: are they teachable?")
@@ -57,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     why.add_argument("turn", type=int)
     why.add_argument("--agent", default="agent1")
     why.add_argument("--placement", choices=("system", "last_user"), default="system")
-    why.add_argument("--tokens", type=int, default=8, help="positions, those with the largest effect")
+    why.add_argument("--tokens", type=_count, default=8, help="positions, those with the largest effect")
     why.set_defaults(func=show_why)
 
 
@@ -70,21 +71,71 @@ def _open(args: argparse.Namespace) -> tuple[RunDir, dict[str, Any], Any, BriefC
     from verl_opsd.teachers.device import DeviceTeacher
 
     run = RunDir(args.run)
-    if not (run.path / "meta.json").is_file():
-        raise OpsdError(f"{run.path} holds no meta.json", "a probe reads the directory of a run", "name one")
-    meta = json.loads((run.path / "meta.json").read_text())
+    meta = _meta(run)
     brief = meta["opsd"]["brief"]
+    path, dtype = args.student or meta["student"], getattr(torch, args.dtype)
+    _check_models(meta["student"], args.student, args.teacher, args.adapter)
+    student = DeviceTeacher(path, dtype, args.device, "student", args.adapter)
+    own_base = args.teacher is None and args.adapter is None
+    teacher = student if own_base else DeviceTeacher(args.teacher or path, dtype, args.device, "teacher")
+    limits = [n for n in (brief.get("max_view_tokens"), student.limits[0], teacher.limits[0]) if n is not None]
     choice = BriefChoice(
         args.brief or brief["name"],
         args.allow_answer or (args.brief is None and brief["allow_answer"]),
         args.files or (brief.get("files") if args.brief is None else None),
         brief["user_turn"],
+        min(limits, default=None),
+        brief.get("window_context"),
     )
-    path, dtype = args.student or meta["student"], getattr(torch, args.dtype)
-    student = DeviceTeacher(path, dtype, args.device, "student", args.adapter)
-    own_base = args.teacher is None and args.adapter is None
-    teacher = student if own_base else DeviceTeacher(args.teacher or path, dtype, args.device, "teacher")
     return run, meta, AutoTokenizer.from_pretrained(path), choice, student, teacher
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of 1 or more")
+    return int(text)
+
+
+def _meta(run: RunDir) -> dict[str, Any]:
+    file = run.path / "meta.json"
+    try:
+        meta = json.loads(file.read_text())
+        if {"brief", "tasks", "gates"} <= meta["opsd"].keys() and meta["student"]:
+            return dict(meta)
+        what = "lacks the brief, tasks or gates of a distillation run"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        what = f"{type(e).__name__}: {e}"
+    raise OpsdError(f"{file}: {what}", "a probe reads the directory of a `+recipe=opd` run", "name one")
+
+
+def _check_models(recorded: str, student: str | None, teacher: str | None, adapter: str | None) -> None:
+    """Every model reads the recorded ids as the model that wrote them did.
+
+    Raises:
+        OpsdError: a folder that is no model or adapter, another tokenizer, end of a turn or generation prefix, or another vocabulary.
+    """
+    from transformers import AutoConfig
+
+    from verl_opsd.verl_adapter.requirements import check_model_path
+    from verl_opsd.verl_adapter.teacher_checks import check_tokens
+
+    for where, path in (("the run's student", recorded), ("--student", student), ("--teacher", teacher)):
+        if path is not None:
+            check_model_path(path, where)
+    if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
+        raise OpsdError(
+            f"--adapter {adapter} holds no adapter_config.json", "an adapter is a folder in PEFT's layout", "name one"
+        )
+    for where, path in (("--student", student), ("--teacher", teacher)):
+        if path is not None:
+            check_tokens(recorded, path, where)
+            rows = [AutoConfig.from_pretrained(p).get_text_config().vocab_size for p in (student or recorded, path)]
+            if rows[0] != rows[1]:
+                raise OpsdError(
+                    f"{where}={path} with {rows[1]} vocabulary rows, the student has {rows[0]}",
+                    "both sides have a probability for the same tokens",
+                    "choose a model of the student's family",
+                )
 
 
 def _hints(run: RunDir) -> Callable[[PairTask, Episode], dict[str, Brief]]:
@@ -98,14 +149,21 @@ def thresholds(file: Path | None, meta: dict[str, Any]) -> dict[str, float]:
     """The gates' thresholds: a file's, or those of the run.
 
     Raises:
-        OpsdError: the file has other keys or values that are no numbers.
+        OpsdError: no JSON object, other keys, or values that are no finite numbers of at least 0.
     """
     if file is None:
         gates = meta["opsd"]["gates"]
         floor = gates["identity_max"]
         return {"identity_max": floor, "void_max": floor, "shifted_min": gates["shifted_min"], "conditioning_min": floor}
-    values = json.loads(file.read_text())
-    if set(values) != set(GATES) or not all(isinstance(v, (int, float)) and v >= 0 for v in values.values()):
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError) as e:
+        raise OpsdError(f"{file}: {e}", "thresholds are a JSON file", "correct it") from e
+    if (
+        not isinstance(values, dict)
+        or set(values) != set(GATES)
+        or not all(type(v) in (int, float) and 0 <= v < math.inf for v in values.values())
+    ):
         raise OpsdError(f"{file}: {values}", f"thresholds are {', '.join(GATES)}, numbers of at least 0", "correct the file")
     return {k: float(v) for k, v in values.items()}
 
@@ -118,18 +176,20 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
     from verl_opsd.probe.html import report
     from verl_opsd.probe.measure import measure, summary, teachability
     from verl_opsd.probe.recovery import recover
-    from verl_opsd.probe.states import ARMS, read_branches
+    from verl_opsd.probe.states import ARMS, read_branches, split_fitting
     from verl_opsd.rundir import RunDir, write_json
     from verl_opsd.teachers.fp8 import STATISTICS
 
     console = console or Console()
-    run, meta, tokenizer, choice, student, teacher = _open(args)
-    limits = thresholds(args.gates, meta)
+    limits = thresholds(args.gates, _meta(RunDir(args.run)))  # what can be refused is refused before models are loaded
     arms = args.arms or list(ARMS)
     if "brief" not in arms:
         raise OpsdError(f"arms {arms}", "the brief itself is always an arm", "add brief")
+    run, meta, tokenizer, choice, student, teacher = _open(args)
     dataset = meta["opsd"]["tasks"]["dataset"]
-    branches = read_branches(run, dataset, tokenizer, args.episodes, _hints(run))
+    found = read_branches(run, dataset, tokenizer, args.episodes, _hints(run))
+    positions = min((n for n in (student.limits[0], teacher.limits[0]) if n is not None), default=None)
+    branches, left_out = split_fitting(found, choice, arms, args.placements, tokenizer, positions)
     workers = 1
     if args.device == "cpu":
         workers = len(os.sched_getaffinity(0))
@@ -146,7 +206,7 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
             lambda n: status.update(f"{n} of {len(branches)} branches"),
             workers=workers,
         )
-        result = summary(probe)
+        result = summary(probe) | {"left_out": left_out}
         status.update("prefix recovery")
         result["recovery"] = recover(branches, student, teacher, tokenizer, choice, args.placements[0])
     if args.teacher_run is not None:
@@ -160,9 +220,9 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
     write_json(out / "probe.json", result)
     if args.fp8:
         named = args.teacher or args.student or meta["student"]
-        found = measure_fp8(branches, teacher, tokenizer, choice, args.placements[0], named)
-        found.write(out / "fp8.json")
-        shown = ", ".join(f"{k} {found.signal[k]:.2g} against {found.error[k]:.2g}" for k in STATISTICS)
+        fp8 = measure_fp8(branches, teacher, tokenizer, choice, args.placements[0], named)
+        fp8.write(out / "fp8.json")
+        shown = ", ".join(f"{k} {fp8.signal[k]:.2g} against {fp8.error[k]:.2g}" for k in STATISTICS)
         console.print(f"FP8 teacher, signal against error in nats: {shown}; {out / 'fp8.json'}", soft_wrap=True)
     (out / "probe.html").write_text(report(probe, result, verdicts, tokenizer, f"Probe of {choice.name}"), encoding="utf-8")
     for placement, tables in result["effect"].items():
@@ -186,7 +246,8 @@ def _verdicts(
     controls, effect = result["controls"], result["effect"][placement]["arms"]["brief"]["mean"]
     identity, void, shifted = (controls[k]["mean"] for k in ("identity", "void", "shifted"))
     conditioned = effect > max(limits["conditioning_min"], 10 * identity)
-    detail = f"{brief}, {result['positions']} positions"
+    out = ", ".join(f"{n} branches left out: {why}" for why, n in result["left_out"].items() if n)
+    detail = f"{brief}, {result['positions']} positions{'; ' * bool(out)}{out}"
     run.evidence("probe_identity", identity, limits["identity_max"], identity <= limits["identity_max"], detail)
     run.evidence("probe_void", void, limits["void_max"], void <= limits["void_max"], detail)
     run.evidence("probe_shifted", shifted, limits["shifted_min"], shifted > limits["shifted_min"], detail)

@@ -28,7 +28,7 @@ def agents_of(pair: PairTask) -> dict[str, int]:
 def patch_of(pair: PairTask, feature: int, kind: Literal["tests", "gold"]) -> str:
     """The gold or hidden-test patch of a feature; empty where the dataset has none."""
     path = pair.task_dir / f"feature{feature}" / _FILE[kind]
-    return path.read_text() if path.is_file() else ""
+    return path.read_bytes().decode() if path.is_file() else ""
 
 
 def task_facts(pair: PairTask, files: str | None = None, student_patch: Mapping[str, str] | None = None) -> TaskFacts:

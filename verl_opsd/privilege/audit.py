@@ -219,7 +219,7 @@ def _collisions(text: str, material: Material) -> list[tuple[str, str]]:
 
 def _symbols(patch: str) -> frozenset[str]:
     """Functions and classes whose definition a patch touches, hunk headers included."""
-    lines = [line.split("@@", 2)[-1] if line.startswith("@@") else line[1:] for line in patch.splitlines() if line[:1] in "+-@"]
+    lines = [line.split("@@", 2)[-1] if line.startswith("@@") else line[1:] for line in patch.split("\n") if line[:1] in "+-@"]
     return frozenset(m[1] for line in lines if (m := _NAMED.match(line)))
 
 

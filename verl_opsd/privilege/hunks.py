@@ -36,7 +36,7 @@ def edits(patch: str) -> dict[str, list[Edit]]:
         OpsdError: a hunk that is shorter or longer than its header says.
     """
     out: dict[str, list[Edit]] = {}
-    name, lines = "", iter(patch.splitlines())
+    name, lines = "", iter(patch.removesuffix("\n").split("\n"))
     old = ""
     for line in lines:
         if line.startswith("--- ") and (match := _FILE.match(line)):
@@ -85,7 +85,7 @@ def collisions(patch_a: str, patch_b: str) -> dict[str, list[tuple[Edit, Edit]]]
 
 def added_lines(patch: str) -> list[str]:
     """Lines that a patch adds, without the leading plus."""
-    return [line[1:] for line in patch.splitlines() if line.startswith("+") and not line.startswith("+++ ")]
+    return [line[1:] for line in patch.split("\n") if line.startswith("+") and not line.startswith("+++ ")]
 
 
 def is_test(path: str) -> bool:
@@ -96,7 +96,7 @@ def is_test(path: str) -> bool:
 def made_real_edits(patch: str) -> bool:
     """Whether a patch changes source code: a line that is neither blank nor a comment, in a file that is no test."""
     name = ""
-    for line in patch.splitlines():
+    for line in patch.split("\n"):
         if line.startswith(("--- ", "+++ ")) and (match := _FILE.match(line)):
             name = match[1] if match[1] != "/dev/null" else name
         elif line.startswith(("+", "-")) and not is_test(name) and line[1:].strip() and not _COMMENT.match(line[1:]):

@@ -80,7 +80,7 @@ def parse(text: str, where: str) -> BriefFile:
     """
     header: list[tuple[str, str]] = []
     found: list[tuple[str, str, Side | None, list[str]]] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # a form feed, say, is part of a line
         if line.startswith(MARK):
             name, kind, *side = line.removeprefix(MARK).split() + [""] * 2
             side = [s for s in side if s]

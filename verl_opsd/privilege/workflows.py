@@ -57,7 +57,11 @@ def read_workflow(folder: Path | None, pair: str) -> Workflow:
             "every training state must have its brief",
             f"write {file_name(pair)} into the folder that opsd.brief.files names, or take the pair out of the subset",
         )
-    return parse_workflow((folder / file_name(pair)).read_text(encoding="utf-8"), file_name(pair), pair)
+    try:
+        text = (folder / file_name(pair)).read_bytes().decode()
+    except UnicodeDecodeError as e:
+        raise OpsdError(f"{folder / file_name(pair)}: {e}", "a workflow is a text in UTF-8", _WAY_OUT) from e
+    return parse_workflow(text, file_name(pair), pair)
 
 
 def parse_workflow(text: str, where: str, pair: str) -> Workflow:
@@ -174,5 +178,11 @@ def import_blocks(blocks: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         for side, agent in zip(("first", "second"), sorted(agents), strict=True):
             lines.append(f"{MARK}block {block.get('kind', 'workflow')} {side}\n{agents[agent].strip()}")
         text = "\n".join(lines) + "\n"
-        parse_workflow(text, file_name(pair), pair)
+        read = {(s.side, s.text) for s in parse_workflow(text, file_name(pair), pair).file.sections}
+        if read != {(side, agents[a].strip()) for side, a in zip(("first", "second"), sorted(agents), strict=True)}:
+            raise OpsdError(
+                f"block of {pair} with a line that begins with {MARK!r}",
+                "such a line begins a section of the file",
+                "indent it",
+            )
         yield file_name(pair), text

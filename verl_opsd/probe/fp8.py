@@ -28,7 +28,7 @@ def measure_fp8(
     markers = ChatMarkers.from_tokenizer(tokenizer)
     exact, signal, views = [], [], []
     for b in branches:
-        passes = passes_of_view(view_of(b, context_ids(b, "brief", choice, tokenizer), placement, choice.user_turn, markers))
+        passes = passes_of_view(view_of(b, context_ids(b, "brief", choice, tokenizer), placement, choice, markers))
         briefed = Head.of(teacher, passes)
         signal.append(divergence(Head.of(teacher, own_passes(b.trajectory)), briefed)[0])
         exact.append(briefed.hidden_NH)

@@ -29,7 +29,8 @@ def report(probe: Probe, result: Mapping[str, Any], gates: Sequence[Mapping[str,
     effect, pull = result["effect"], result["pull"]
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>",
-        f"<h1>{escape(title)}</h1><p>{result['episodes']} episodes, {result['branches']} branches, {result['positions']} loss positions. "
+        f"<h1>{escape(title)}</h1><p>{result['episodes']} episodes, {result['branches']} branches, {result['positions']} loss positions; "
+        f"branches left out: {', '.join(f'{n} {why}' for why, n in result['left_out'].items())}. "
         "Nats a token, temperature 1.</p>",
         "<h2>Gates</h2>",
         _table(

@@ -134,7 +134,7 @@ def measure(
         for arm in arms:
             ids = context_ids(branch, arm, choice, tokenizer)
             for placement in placements if arm == "brief" else placements[:1]:
-                seen = Head.of(teacher, passes_of_view(view_of(branch, ids, placement, choice.user_turn, markers)))
+                seen = Head.of(teacher, passes_of_view(view_of(branch, ids, placement, choice, markers)))
                 effect, agree = divergence(bare, seen)
                 values[f"effect/{placement}/{arm}"], values[f"flip/{placement}/{arm}"] = effect, 1 - agree
                 values[f"pull/{placement}/{arm}"] = effect if bare is own else divergence(own, seen)[0]

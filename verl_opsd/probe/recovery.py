@@ -45,7 +45,8 @@ def recover(
     tokens: int = 24,
 ) -> list[dict[str, Any]]:
     """One row a depth bucket: prefixes, tokens, share of continuations that end their turn, how many tokens in a row the teacher shares
-    with what the student wrote, and the continuation's NLL under the teacher and under the student (mean, max, spike)."""
+    with what the student wrote, and the continuation's NLL under the teacher and under the student (mean, max, spike). A prefix that leaves no
+    room for ``tokens`` more is not continued."""
     markers = ChatMarkers.from_tokenizer(tokenizer)
     rows: dict[str, dict[str, list[Any]]] = {}
     for branch, start in prefixes(branches, per_depth):
@@ -57,6 +58,8 @@ def recover(
         view = torch.from_numpy(
             teacher_view(ids, mask, brief, placement, markers, user_turn=choice.user_turn).ids[:-1].astype(np.int64)
         )
+        if choice.max_view_tokens is not None and len(view) + tokens > choice.max_view_tokens:
+            continue
         made = teacher.continue_greedily(view, tokens, tokenizer.eos_token_id)
         own = torch.from_numpy(t.input_ids[start : start + len(made)].astype(np.int64))
         same = int((made[: len(own)] == own).int().cumprod(0).sum())

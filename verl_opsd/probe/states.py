@@ -14,7 +14,7 @@ from verl_opsd.cooperbench.dataset import dataset_folder
 from verl_opsd.cooperbench.pair_briefs import briefs_of, pair_elsewhere
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
-from verl_opsd.privilege import Brief, ChatMarkers, NoBrief, Placement, TeacherView, UserTurn, teacher_view
+from verl_opsd.privilege import Brief, ChatMarkers, NoBrief, Placement, TeacherView, UserTurn, ViewTooLong, teacher_view
 from verl_opsd.privilege.hints import without_hint
 from verl_opsd.rundir import RunDir
 from verl_opsd.teachers.base import Pass
@@ -47,12 +47,15 @@ class Branch:
 
 @dataclass(frozen=True)
 class BriefChoice:
-    """Which brief is probed, as in ``opsd.brief``."""
+    """Which brief is probed and how its views are read, as in ``opsd.brief``; a longer view is scored in windows where ``window_context``
+    is set."""
 
     name: str
     allow_answer: bool = False
     files: str | None = None
     user_turn: UserTurn = "block"
+    max_view_tokens: int | None = None
+    window_context: int | None = None
 
 
 def read_branches(
@@ -132,9 +135,65 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
 
-def view_of(branch: Branch, ids: Sequence[int], placement: Placement, user_turn: UserTurn, markers: ChatMarkers) -> TeacherView:
-    """The teacher's view of a branch with a context; without ids the branch itself."""
-    return teacher_view(branch.trajectory.input_ids, branch.trajectory.loss_mask, ids, placement, markers, user_turn=user_turn)
+def view_of(branch: Branch, ids: Sequence[int], placement: Placement, choice: BriefChoice, markers: ChatMarkers) -> TeacherView:
+    """The teacher's view of a branch with a context; without ids the branch itself.
+
+    Raises:
+        ViewTooLong: see :func:`verl_opsd.privilege.teacher_view`.
+    """
+    return teacher_view(
+        branch.trajectory.input_ids,
+        branch.trajectory.loss_mask,
+        ids,
+        placement,
+        markers,
+        user_turn=choice.user_turn,
+        max_len=choice.max_view_tokens,
+        window_context=choice.window_context,
+    )
+
+
+def split_fitting(
+    branches: Sequence[Branch],
+    choice: BriefChoice,
+    arms: Sequence[str],
+    placements: Sequence[Placement],
+    tokenizer: Any,
+    positions: int | None,
+) -> tuple[list[Branch], dict[str, int]]:
+    """The branches that can be scored under every context, so that all tables are of the same tokens, and how many can't, by reason.
+
+    Args:
+        positions: that both models have; None: not known.
+
+    Raises:
+        OpsdError: none is left, or see :func:`context_ids`.
+    """
+    markers = ChatMarkers.from_tokenizer(tokenizer)
+    out: list[Branch] = []
+    left_out = {"no brief": 0, "view too long": 0}
+    for branch in branches:
+        try:
+            if positions is not None and len(branch.trajectory.input_ids) + FOREIGN > positions:
+                raise ViewTooLong(
+                    f"a branch of {len(branch.trajectory.input_ids)} tokens", "it fits the models", "leave it out"
+                )
+            for arm in arms:
+                ids = context_ids(branch, arm, choice, tokenizer)
+                for placement in placements if arm == "brief" else placements[:1]:
+                    view_of(branch, ids, placement, choice, markers)
+            out.append(branch)
+        except NoBrief:
+            left_out["no brief"] += 1
+        except ViewTooLong:
+            left_out["view too long"] += 1
+    if not out:
+        raise OpsdError(
+            f"none of {len(branches)} branches can be probed: {left_out}",
+            "a branch has a brief, and its views fit both models; nothing is truncated",
+            "choose another brief or a model with a longer context, or have views scored in windows (opsd.brief.too_long=window)",
+        )
+    return out, left_out
 
 
 def passes_of_view(view: TeacherView) -> list[Pass]:

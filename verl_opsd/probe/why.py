@@ -49,7 +49,7 @@ def why(
     position = loss_positions(t.loss_mask)
     own = Head.of(student, own_passes(t))
     bare = own if teacher is student else Head.of(teacher, own_passes(t))
-    view = view_of(branch, context_ids(branch, "brief", choice, tokenizer), placement, choice.user_turn, markers)
+    view = view_of(branch, context_ids(branch, "brief", choice, tokenizer), placement, choice, markers)
     seen = Head.of(teacher, passes_of_view(view))
     effect, pull = divergence(bare, seen)[0], divergence(own, seen)[0]
     inside = np.flatnonzero(t.turn_index[position + 1] == turn)

@@ -2,13 +2,15 @@
 
 An entry is one file, named by the SHA-256 of everything that decides its content: the passes (ids, scored positions), the teacher's
 identity, revision and dtype, the tokenizer, and the brief with its placement. It is written under a temporary name, flushed and
-renamed, so a process killed at any point leaves it whole or absent; its payload's own hash is checked whenever it is read.
+renamed, so a process killed at any point leaves it whole or absent; a hash over its name and all that it holds is checked whenever it is
+read.
 
 Suffixes: N loss positions of a row, H hidden size of the teacher.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,7 +27,7 @@ from torch import Tensor
 from verl_opsd.teachers.base import Pass, slots_of
 
 #: Version of the file's layout, part of every key.
-FORMAT = 1
+FORMAT = 2
 #: Seconds after which a temporary file has no writer any more.
 STALE_S = 3600.0
 #: Bytes from which on a weight file is sampled, and of one sample.
@@ -92,8 +94,9 @@ class SignalCache:
         self.hits = self.misses = self.damaged = self.written = 0
         self.directory.mkdir(parents=True, exist_ok=True)
         for left in self.directory.glob("*/.*.tmp"):
-            if time.time() - left.stat().st_mtime > STALE_S:
-                left.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # its writer has renamed it meanwhile
+                if time.time() - left.stat().st_mtime > STALE_S:
+                    left.unlink(missing_ok=True)
 
     def entry(self, passes: Sequence[Pass]) -> Path:
         """The file of one row's passes."""
@@ -112,7 +115,7 @@ class SignalCache:
         except FileNotFoundError:
             self.misses += 1
             return None
-        found = _decode(data, len(slots_of(passes)))
+        found = _decode(path.name, data, len(slots_of(passes)))
         if found is None:
             path.unlink(missing_ok=True)
             self.damaged += 1
@@ -123,7 +126,8 @@ class SignalCache:
 
     def put(self, passes: Sequence[Pass], hidden_NH: Tensor) -> None:
         """Writes one row's hidden states; whoever writes the same entry at the same time writes the same bytes."""
-        path, data = self.entry(passes), _encode(hidden_NH)
+        path = self.entry(passes)
+        data = _encode(path.name, hidden_NH)
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
         with temporary.open("wb") as f:
@@ -135,7 +139,11 @@ class SignalCache:
 
     def size(self) -> int:
         """Bytes of all whole entries in the directory, of every teacher."""
-        return sum(p.stat().st_size for p in self.directory.glob("*/*") if not p.name.startswith("."))
+        total = 0
+        for path in self.directory.glob("*/*"):
+            with contextlib.suppress(FileNotFoundError):  # another run has found it damaged meanwhile
+                total += 0 if path.name.startswith(".") else path.stat().st_size
+        return total
 
     def report(self) -> dict[str, int]:
         """Counts for a stage's manifest: rows since the start, and bytes of the whole directory."""
@@ -165,27 +173,27 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _encode(hidden_NH: Tensor) -> bytes:
-    payload = _bytes(hidden_NH)
-    header = {
-        "dtype": str(hidden_NH.dtype).removeprefix("torch."),
-        "shape": list(hidden_NH.shape),
-        "sha256": hashlib.sha256(payload).hexdigest(),
-    }
+def _digest(name: str, dtype: str, shape: Sequence[int], payload: bytes) -> str:
+    digest = hashlib.sha256(json.dumps([name, dtype, list(shape)]).encode())
+    digest.update(payload)
+    return digest.hexdigest()
+
+
+def _encode(name: str, hidden_NH: Tensor) -> bytes:
+    payload, dtype, shape = _bytes(hidden_NH), str(hidden_NH.dtype).removeprefix("torch."), list(hidden_NH.shape)
+    header = {"dtype": dtype, "shape": shape, "sha256": _digest(name, dtype, shape, payload)}
     return json.dumps(header).encode() + b"\n" + payload
 
 
-def _decode(data: bytes, rows: int) -> Tensor | None:
-    """The tensor, or None where the bytes are not what :func:`_encode` made of a tensor with that many rows."""
+def _decode(name: str, data: bytes, rows: int) -> Tensor | None:
+    """The tensor, or None where the bytes are not what :func:`_encode` made of a tensor with that many rows for this entry."""
     head, _, payload = data.partition(b"\n")
     try:
         header = json.loads(head)
-        dtype, shape, digest = getattr(torch, header["dtype"]), tuple(header["shape"]), header["sha256"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = header["sha256"] == _digest(name, header["dtype"], header["shape"], payload)
+    except (ValueError, KeyError, TypeError):
         return None
-    if hashlib.sha256(payload).hexdigest() != digest or len(shape) != 2 or shape[0] != rows:
+    if not whole or header["shape"][0] != rows:
         return None
-    if not payload:
-        return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(bytearray(payload), dtype=dtype)
-    return flat.reshape(shape) if flat.numel() == shape[0] * shape[1] else None
+    dtype, shape = getattr(torch, header["dtype"]), tuple(header["shape"])
+    return torch.frombuffer(bytearray(payload), dtype=dtype).reshape(shape) if payload else torch.empty(shape, dtype=dtype)

@@ -175,15 +175,17 @@ def headroom(tasks: Iterable[TaskOutcome]) -> dict[str, int]:
 
 
 def noise_of(reruns: Iterable[Count]) -> float:
-    """Rate of pairs by which re-runs of the same weights differ: the largest difference between any two.
+    """Rate of pairs by which re-runs of the same weights differ: the largest difference between any two, and two pairs of the smallest run
+    at least, since a few re-runs agree by chance.
 
     Raises:
         OpsdError: fewer than two runs.
     """
-    rates = sorted(c.rate for c in reruns)
+    runs = list(reruns)
+    rates = sorted(c.rate for c in runs)
     if len(rates) < 2:
         raise OpsdError(f"{len(rates)} runs of the same weights", "noise needs two or more", "evaluate the same weights again")
-    return rates[-1] - rates[0]
+    return max(rates[-1] - rates[0], 2 / min(c.total for c in runs))
 
 
 def parse(values: Mapping[str, Any]) -> Matrix:
@@ -220,15 +222,17 @@ def parse(values: Mapping[str, Any]) -> Matrix:
             cells[key] = Cell(Count(*c["pairs"]), features, tuple(c.get("invalidated", ())))
         tasks = tuple(TaskOutcome(**t) for t in values.get("tasks", ()))
         noise = noise_of(Count(*c) for c in values["reruns"]) if "reruns" in values else values.get("noise", NOISE)
-    except (KeyError, TypeError) as e:
+        inside = 0 <= noise < 1 and all(f in (0, 1, 2) for t in tasks for f in (t.base, t.student, t.teacher))
+        free = values.get("answer_free", {})
+        stated = all(isinstance(v, bool) for v in free.values())
+    except (KeyError, TypeError, AttributeError) as e:
         raise OpsdError(
             f"teacher matrix: {type(e).__name__}: {e}", "see docs/teacher_matrix.md for the format", "correct the file"
         ) from e
-    if any(not 0 <= f <= 2 for t in tasks for f in (t.base, t.student, t.teacher)) or not 0 <= noise < 1:
+    if not inside:
         raise OpsdError(
             "a task outside 0..2 features, or noise outside [0, 1)", "two features a pair; noise is a rate", "correct the file"
         )
-    free = values.get("answer_free", {})
-    if not all(isinstance(v, bool) for v in free.values()):
+    if not stated:
         raise OpsdError(f"answer_free {free}", "true or false for each context", "correct the file")
     return Matrix(cells, free, tasks, float(noise))

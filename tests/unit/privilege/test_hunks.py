@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from verl_opsd.cooperbench.dataset import POCKET_DIR, load_subset
 from verl_opsd.cooperbench.pair_briefs import patch_of
 from verl_opsd.errors import OpsdError
-from verl_opsd.privilege.hunks import CONTEXT, Edit, collisions, edits, gap, is_test
+from verl_opsd.privilege.hunks import CONTEXT, Edit, added_lines, collisions, edits, gap, is_test, made_real_edits
 from verl_opsd.privilege.workflows import check_workflow, draft, parse_workflow
 
 BASE = [f"line {i}" for i in range(1, 31)]
@@ -29,6 +29,13 @@ def test_edits_by_hand():
     found = edits(patch)
     assert found["x.py"] == [Edit(3, 3), Edit(5, 4), Edit(20, 20)]  # line 3 replaced, something behind line 4, line 20 removed
     assert found["new.py"] == [Edit(1, 0)] and found["gone.py"] == [Edit(1, 2)]
+
+
+def test_a_line_ends_at_its_line_feed_alone():
+    """Git's lines hold form feeds, the separators of Unicode and carriage returns."""
+    patch = "--- a/x.py\n+++ b/x.py\n@@ -1,3 +1,4 @@\n a\x0cb\r\n-c\u2028d\n+e\x85f\n+g\x1ch\n i\n"
+    assert edits(patch) == {"x.py": [Edit(2, 2)]} and added_lines(patch) == ["e\x85f", "g\x1ch"]
+    assert made_real_edits(patch)
 
 
 def test_gap_by_hand():

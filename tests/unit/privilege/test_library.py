@@ -189,9 +189,24 @@ def test_broken_files_are_refused(text):
 
 
 def test_a_file_keeps_its_text_byte_for_byte():
-    body = "  indented `code`\n\n--- a/file\n+++ b/file\n@@ -1 +1 @@\n-\tx {{other}}\n"
+    body = "  indented `code`\n\x0c\u2028 of a line\x85\r\n--- a/file\n+++ b/file\n@@ -1 +1 @@\n-\tx {{other}}\n"
     file = parse(f"title: t\n\n--- section a workflow\n{body}", "f.md")
     assert file.sections[0].text + "\n" == body and file.value("title") == "t"
+
+
+def test_imported_text_is_the_text_that_was_given(tmp_path):
+    odd = "A line\x0cwith \u2028 marks\x85 in it,\r\nand {{ name }}."
+    block = {"p/task1/f1_f2": {"shape": "handoff", "agents": {"agent1": odd, "agent2": "wait"}}}
+    ((name, text),) = import_blocks(block)
+    (tmp_path / name).write_bytes(text.encode())
+    made = make_brief("workflow", "agent1", PEERS["agent1"], allow_answer=True, task=facts("p/task1/f1_f2", files=tmp_path))
+    assert made.sections[0].text == odd
+    block["p/task1/f1_f2"]["agents"]["agent1"] = "one\n--- section more guidance\ntwo"
+    with pytest.raises(OpsdError, match="begins a section"):
+        list(import_blocks(block))
+    (tmp_path / name).write_bytes(text.encode("utf-16"))
+    with pytest.raises(OpsdError, match="UTF-8"):
+        make_brief("workflow", "agent1", PEERS["agent1"], allow_answer=True, task=facts("p/task1/f1_f2", files=tmp_path))
 
 
 def test_wrong_task_is_the_peer_spec_of_another_repository():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from verl_opsd.models.tiny import make_tiny
 from verl_opsd.privilege import ChatMarkers
 from verl_opsd.probe.measure import depth_bucket, groups, measure, spikes, summary
 from verl_opsd.probe.recovery import prefixes, recover
-from verl_opsd.probe.states import ARMS, BriefChoice, context_ids, passes_of_view, read_branches, view_of
+from verl_opsd.probe.states import ARMS, BriefChoice, context_ids, passes_of_view, read_branches, split_fitting, view_of
 from verl_opsd.rundir import RunDir
 from verl_opsd.teachers.device import DeviceTeacher
 from verl_opsd.tokens.branches import loss_positions
@@ -149,7 +151,7 @@ def test_passes_score_every_position_once(branches, tokenizer):
     for branch in branches:
         for placement in ("system", "last_user"):
             passes = passes_of_view(
-                view_of(branch, context_ids(branch, "brief", CHOICE, tokenizer), placement, "block", markers)
+                view_of(branch, context_ids(branch, "brief", CHOICE, tokenizer), placement, CHOICE, markers)
             )
             slots = torch.cat([p.slots_N for p in passes]).tolist()
             labels = torch.cat([p.ids_T[p.index_N + 1] for p in passes]).tolist()
@@ -223,9 +225,12 @@ def test_gates_fail_with_the_thresholds_of_a_file(paths, tmp_path):
     for key, value in (("shifted_min", 50.0), ("conditioning_min", 50.0)):
         file.write_text(json.dumps(good | {key: value}))
         assert run(paths, tmp_path, "--episodes", "1", "--arms", "brief", "--placements", "system", "--gates", str(file)) == 1
-    for broken in ({"identity_max": 1}, good | {"void_max": -1}, good | {"more": 1}):
-        file.write_text(json.dumps(broken))
+    texts = ["{", "[]", '"x"', *map(json.dumps, ({"identity_max": 1}, good | {"void_max": -1}, good | {"more": 1}))]
+    texts += [json.dumps(good | {"void_max": v}) for v in (True, None, "1", float("inf"), float("nan"))]
+    for broken in texts:
+        file.write_text(broken)
         assert run(paths, tmp_path, "--gates", str(file)) == 2
+    assert run(paths, tmp_path, "--gates", str(tmp_path / "none.json")) == 2
 
 
 def test_a_brief_that_does_nothing_fails_the_conditioning_gate(paths, tmp_path):
@@ -237,9 +242,68 @@ def test_refusals(paths, tmp_path, capsys):
     assert run(paths, tmp_path, "--arms", "shuffled") == 2
     assert run(paths, tmp_path, "--brief", "gold_patch") == 2
     assert main(["probe", str(tmp_path)]) == 2
+    for text in ("{", "{}", '{"student": "x", "opsd": {}}'):
+        (tmp_path / "meta.json").write_text(text)
+        assert main(["probe", str(tmp_path)]) == 2
+    for argv in (["--episodes", "0"], ["--episodes", "-1"], ["--episodes", "x"]):
+        with pytest.raises(SystemExit):
+            run(paths, tmp_path, *argv)
+    with pytest.raises(SystemExit):
+        main(["why", str(paths[0]), "train-00001-00000-0", "1", "--tokens", "-2"])
     assert main(["why", str(paths[0]), "no-such-episode", "0"]) == 2
     assert main(["why", str(paths[0]), "train-00001-00000-0", "9"]) == 2
     assert "turns with loss there: [0, 1]" in capsys.readouterr().err
+
+
+def test_other_models_and_what_is_none_are_refused(paths, tmp_path, capsys):
+    """A teacher that reads or ends replies in another way would be measured at other places."""
+    other = tmp_path / "other"
+    shutil.copytree(paths[2], other)
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_start|>assistant", "<|im_start|>model"))
+    wide = make_tiny(tmp_path / "wide", seed=3)
+    config = json.loads((wide / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 64}))
+    for argv, said in (
+        (["--teacher", str(other)], "has other generation prefix"),
+        (["--student", str(other)], "has other generation prefix"),
+        (["--teacher", str(wide)], "vocabulary rows"),
+        (["--teacher", str(tmp_path / "none")], "config.json"),
+        (["--adapter", str(tmp_path)], "adapter_config.json"),
+    ):
+        assert main(["probe", str(paths[0]), "--out", str(tmp_path / "out"), *argv]) == 2
+        assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_branches_that_can_not_be_probed_are_left_out_and_counted(paths, tmp_path, branches, student, tokenizer):
+    edited = [dataclasses.replace(b, patch="--- a/x.py\n+++ b/x.py\n@@ -1 +1,2 @@\n a\n+b = 1\n") for b in branches[:1]]
+    hindsight = BriefChoice("hindsight_gold", allow_answer=True)
+    kept, out = split_fitting([*edited, *branches[1:]], hindsight, ["brief"], ["system"], tokenizer, None)
+    assert kept == edited and out == {"no brief": len(branches) - 1, "view too long": 0}
+    sizes = [len(b.trajectory.input_ids) + len(context_ids(b, "brief", CHOICE, tokenizer)) for b in branches]
+    assert len(set(sizes)) > 1
+    limited = dataclasses.replace(CHOICE, max_view_tokens=max(sizes) - 1)
+    kept, out = split_fitting(branches, limited, ["brief"], ["system"], tokenizer, None)
+    assert [len(b.trajectory.input_ids) for b in kept] == [
+        len(b.trajectory.input_ids) for b, n in zip(branches, sizes, strict=True) if n < max(sizes)
+    ]
+    assert out == {"no brief": 0, "view too long": sizes.count(max(sizes))}
+    windowed = dataclasses.replace(limited, window_context=1)
+    assert split_fitting(branches, windowed, ["brief"], ["system"], tokenizer, None)[1]["view too long"] == 0
+    longest = branches[sizes.index(max(sizes))]
+    found = measure([longest], student, student, tokenizer, windowed, ["brief"], ["system"])
+    assert np.isfinite(found.values["effect/system/brief"]).all() and found.lengths == (longest.trajectory.loss_mask.sum(),)
+    with pytest.raises(OpsdError, match="view too long"):
+        split_fitting(branches, CHOICE, ["brief"], ["system"], tokenizer, 3)
+    meta = json.loads((paths[0] / "meta.json").read_text())
+    meta["opsd"]["brief"]["max_view_tokens"] = max(sizes) - 1
+    shutil.copytree(paths[0] / "episodes", tmp_path / "run/episodes")
+    (tmp_path / "run/meta.json").write_text(json.dumps(meta))
+    assert main(["probe", str(tmp_path / "run"), "--arms", "brief", "--placements", "system"]) == 0
+    said = f"{sizes.count(max(sizes))} view too long"
+    assert said in (tmp_path / "run/probe/probe.html").read_text()
+    lines = [json.loads(x) for x in (tmp_path / "run/evidence.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 and all(f"{sizes.count(max(sizes))} branches left out: view too long" in x["detail"] for x in lines)
 
 
 def test_answers_are_not_in_what_a_probe_writes(paths, tmp_path, branches):

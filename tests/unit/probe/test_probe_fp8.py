@@ -41,7 +41,8 @@ def test_the_signal_is_the_briefs_effect(probed: tuple[Path, Path, fp8.Measureme
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     markers, values = ChatMarkers.from_tokenizer(tokenizer), []
     for b in read_branches(RunDir(run), "pocket", tokenizer):
-        view = view_of(b, context_ids(b, "brief", BriefChoice("peer_spec"), tokenizer), "system", "block", markers)
+        choice = BriefChoice("peer_spec")
+        view = view_of(b, context_ids(b, "brief", choice, tokenizer), "system", choice, markers)
         own = torch.from_numpy(b.trajectory.input_ids.astype("int64"))
         with torch.no_grad():
             bare = model(own[None]).logits[0, loss_positions(b.trajectory.loss_mask)].log_softmax(-1)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,7 +100,7 @@ def test_a_changed_brief_is_another_view(tmp_path):
     assert len(list(tmp_path.glob("*/*"))) == seen == 4
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "header", "empty", "other row", "grown"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "header", "empty", "other row", "equal row", "dtype", "shape", "grown"])
 def test_a_damaged_entry_is_found_and_made_again(tmp_path, damage):
     store = SignalCache(tmp_path, KEY)
     calls = []
@@ -112,12 +113,16 @@ def test_a_damaged_entry_is_found_and_made_again(tmp_path, damage):
     path = store.entry(row(1))
     data = path.read_bytes()
     store.put(row(2, count=5), states(row(2, count=5)))
+    store.put(row(3), states(row(3)))
     broken = {
         "cut": data[:-7],
         "flip": data[:-3] + bytes([data[-3] ^ 1]) + data[-2:],
         "header": b"{" + data,
         "empty": b"",
         "other row": store.entry(row(2, count=5)).read_bytes(),
+        "equal row": store.entry(row(3)).read_bytes(),
+        "dtype": data.replace(b"float32", b"int32", 1),
+        "shape": data.replace(b"[3, 8]", b"[3, 4]", 1),
         "grown": data + b"x",
     }[damage]
     path.write_bytes(broken)
@@ -175,6 +180,25 @@ def test_kill_9_while_writing_leaves_whole_entries_only(tmp_path):
         assert found is not None and torch.equal(found, torch.full((64, 4096), float(n)))
         whole += 1
     assert whole > 3 and store.damaged == 0
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    store = SignalCache(tmp_path, KEY)
+    store.put(row(1), states(row(1)))
+    path = store.entry(row(1))
+    data, whole = path.read_bytes(), store.get(row(1))
+    for at in range(len(data)):
+        for bit in range(8):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+            found = store.get(row(1))
+            assert found is None or torch.equal(found, whole)  # a blank of the header may be another one
+
+
+def test_files_that_other_processes_take_away_meanwhile(tmp_path, monkeypatch):
+    """Between listing a folder and looking at its files another run may have renamed or removed them."""
+    gone = [tmp_path / "ab" / ".1.tmp", tmp_path / "ab" / "entry"]
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(gone))
+    assert SignalCache(tmp_path, KEY).size() == 0
 
 
 def test_left_temporary_files_are_removed_once_they_are_old(tmp_path):

@@ -89,7 +89,9 @@ def test_noise():
     with pytest.raises(OpsdError, match="two or more"):
         noise_of([Count(1, 10)])
     without = {k: v for k, v in VALUES.items() if k != "noise"}
-    assert parse({**without, "reruns": [[0, 10], [1, 10], [1, 9]]}).noise == pytest.approx(1 / 9)
+    assert parse({**without, "reruns": [[0, 10], [3, 10], [1, 9]]}).noise == pytest.approx(0.3)
+    assert noise_of([Count(2, 10), Count(2, 10)]) == 0.2  # equal by chance: two pairs all the same
+    assert noise_of([Count(20, 100), Count(21, 100)]) == 0.02
     assert parse(without).noise == 0.2
     with pytest.raises(OpsdError, match="exclude"):
         parse({**VALUES, "reruns": [[0, 10], [1, 10]]})
@@ -106,6 +108,14 @@ def test_noise():
         {"cells": [{"context": "none", "model": "student", "pairs": [1, 2], "pears": 1}]},
         {"answer_free": {"x": "yes"}},
         {"noise": math.inf},
+        {"noise": math.nan},
+        {"noise": "0.2"},
+        {"noise": None},
+        {"answer_free": ["x"]},
+        {"cells": "all"},
+        {"tasks": 3},
+        {"tasks": [{"task": "t", "context": "c", "base": "1", "student": 0, "teacher": 0}]},
+        {"reruns": [[1, 10]], "noise": 0.2},
         {"noise": -0.1},
         {"tasks": [{"task": "t", "context": "c", "base": 3, "student": 0, "teacher": 0}]},
         {"tasks": [{"task": "t"}]},
