@@ -12,7 +12,7 @@ Shape suffix: N loss positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -26,6 +26,8 @@ from verl_opsd.errors import OpsdError
 ACCURACY = 0.01
 #: Per-position values of which the mean inside the loss mask is reported.
 MEANS = ("entropy", "agree", "weight", "student_logprob", "teacher_logprob", "coverage_student", "coverage_teacher")
+#: Combinations of labels from which on those that do not occur are left out.
+_MOST_GROUPS = 1 << 14
 #: Lower bounds of the buckets of positions within a turn, of turns, and of tokens before a position.
 TURN_POSITIONS = np.array([0, *(4**i for i in range(10))])
 TURNS = np.array([0, *(2**i for i in range(16))])
@@ -50,16 +52,13 @@ class ExactSum:
         Raises:
             OpsdError: one is infinite.
         """
-        value_N = value_N[~np.isnan(value_N)].astype(np.float64)
-        if not np.isfinite(value_N).all():
-            raise OpsdError("an infinite value", "statistics are over finite values", "look at what produced it")
-        self.count += len(value_N)
-        mantissa_N, exponent_N = np.frexp(value_N)
-        if len(value_N):
-            low = int(exponent_N.min())
-            sums = np.bincount(exponent_N - low, weights=np.rint(mantissa_N * 2.0**24))
-            for i in np.flatnonzero(sums).tolist():
-                self._by_exponent[low + i] = self._by_exponent.get(low + i, 0) + int(sums[i])
+        _one_group(len(value_N)).count(value_N, [[self]])
+
+    def add_sums(self, count: int, low: int, sums: NDArray[np.float64]) -> None:
+        """Adds ``count`` values, given the sums of their integers by exponent, from ``low`` on."""
+        self.count += count
+        for i in np.flatnonzero(sums).tolist():
+            self._by_exponent[low + i] = self._by_exponent.get(low + i, 0) + int(sums[i])
 
     def merge(self, other: ExactSum) -> None:
         """Adds what ``other`` has seen."""
@@ -86,19 +85,24 @@ class Distribution(DDSketch):  # type: ignore[misc]
         self.exact = ExactSum()
 
     def add_all(self, value_N: NDArray[Any]) -> None:
-        """Adds values; NaN is left out. All at once: a bin is touched once, not once a value."""
-        self.exact.add(value_N)
-        value_N = value_N[~np.isnan(value_N)].astype(np.float64) + 0.0  # no negative zero
-        for store, part_N in ((self._store, value_N[value_N > 0]), (self._negative_store, -value_N[value_N < 0])):
-            if len(part_N):
-                key_N = np.ceil(np.log2(part_N) * self._mapping._multiplier).astype(np.int64)
-                low, counts = int(key_N.min()), np.bincount(key_N - key_N.min())
-                for i in np.flatnonzero(counts).tolist():
-                    store.add(low + i, float(counts[i]))
-        self._zero_count += float((value_N == 0).sum())
-        self._count += float(len(value_N))
-        if len(value_N):
-            self._min, self._max = min(self._min, float(value_N.min())), max(self._max, float(value_N.max()))
+        """Adds values; NaN is left out."""
+        _one_group(len(value_N)).sketch(value_N, [[self]])
+
+    def add_bins(self, negative: bool, low: int, counts: NDArray[np.int64]) -> None:
+        """Adds values above 0, or below, given their numbers by bin, from ``low`` on: a bin is touched once, not once a value."""
+        store, found = self._negative_store if negative else self._store, np.flatnonzero(counts).tolist()
+        if not found:
+            return
+        store._get_index(low + found[0]), store._get_index(low + found[-1])  # makes room for both ends
+        for i, count in zip(found, counts[found].tolist(), strict=True):
+            store.bins[low + i - store.offset] += float(count)
+        store.count += float(counts.sum())
+
+    def add_ends(self, zeros: int, count: int, least: float, most: float) -> None:
+        """Adds the number of zeros, of all values, and the smallest and the largest."""
+        self._zero_count += float(zeros)
+        self._count += float(count)
+        self._min, self._max = min(self._min, least), max(self._max, most)
 
     def merge(self, sketch: Distribution) -> None:  # type: ignore[override]
         """Adds what ``sketch`` has seen."""
@@ -139,6 +143,83 @@ class Distribution(DDSketch):  # type: ignore[misc]
         }
 
 
+_MULTIPLIER = Distribution()._mapping._multiplier
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Positions by the combination of their labels: values are looked at once, and then counted into the cells of every label.
+
+    Attributes:
+        group_N: of each position, from 0, int64[N].
+        places: for each label the place of each group's cell, int64[groups].
+    """
+
+    group_N: NDArray[np.int64]
+    places: Sequence[NDArray[np.int64]]
+
+    def keep(self, keep_N: NDArray[np.bool_]) -> Groups:
+        """The same groups of a part of the positions."""
+        return Groups(self.group_N[keep_N], self.places)
+
+    def count(self, value_N: NDArray[Any], cells: Sequence[Sequence[ExactSum]]) -> None:
+        """Adds values to the sums of each label's cells; NaN is left out.
+
+        Raises:
+            OpsdError: one is infinite.
+        """
+        value_N, group_N = self._known(value_N)
+        if not len(value_N):
+            return
+        groups = len(self.places[0])
+        mantissa_N, exponent_N = np.frexp(value_N)
+        low, width = int(exponent_N.min()), int(np.ptp(exponent_N)) + 1
+        sums = np.bincount(group_N * width + (exponent_N - low), np.rint(mantissa_N * 2.0**24), groups * width)
+        counts = np.bincount(group_N, minlength=groups)
+        for place_G, own in zip(self.places, cells, strict=True):
+            by_cell, count = np.zeros((len(own), width)), np.zeros(len(own), np.int64)
+            np.add.at(by_cell, place_G, sums.reshape(groups, width))
+            np.add.at(count, place_G, counts)
+            for i, cell in enumerate(own):
+                cell.add_sums(int(count[i]), low, by_cell[i])
+
+    def sketch(self, value_N: NDArray[Any], cells: Sequence[Sequence[Distribution]]) -> None:
+        """Adds values to each label's cells, as :meth:`count`."""
+        self.count(value_N, [[d.exact for d in own] for own in cells])
+        value_N, group_N = self._known(value_N)
+        groups = len(self.places[0])
+        signs = []
+        for negative, sign_N in ((False, value_N > 0), (True, value_N < 0)):
+            if sign_N.any():
+                key_N = np.ceil(np.log2(np.abs(value_N[sign_N])) * _MULTIPLIER).astype(np.int64)
+                low = int(key_N.min())
+                signs.append((negative, group_N[sign_N], low, int(key_N.max()) - low + 1, key_N - low))
+        least, most = np.full(groups, np.inf), np.full(groups, -np.inf)
+        np.minimum.at(least, group_N, value_N)
+        np.maximum.at(most, group_N, value_N)
+        zeros, counts = (np.bincount(part_N, minlength=groups) for part_N in (group_N[value_N == 0], group_N))
+        for place_G, own in zip(self.places, cells, strict=True):
+            for negative, part_N, low, width, bin_N in signs:
+                bins = np.bincount(place_G[part_N] * width + bin_N, minlength=len(own) * width).reshape(len(own), width)
+                for i, cell in enumerate(own):
+                    cell.add_bins(negative, low, bins[i])
+            for i, cell in enumerate(own):
+                mine_G = place_G == i
+                cell.add_ends(
+                    int(zeros[mine_G].sum()), int(counts[mine_G].sum()), float(least[mine_G].min()), float(most[mine_G].max())
+                )
+
+    def _known(self, value_N: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        known_N = ~np.isnan(value_N)
+        if np.isinf(value_N).any():
+            raise OpsdError("an infinite value", "statistics are over finite values", "look at what produced it")
+        return value_N[known_N].astype(np.float64) + 0.0, self.group_N[known_N]  # no negative zero
+
+
+def _one_group(n: int) -> Groups:
+    return Groups(np.zeros(n, np.int64), [np.zeros(1, np.int64)])
+
+
 @dataclass
 class Cell:
     """Statistics of one group of positions: of the loss inside the mask, of drift inside and outside apart."""
@@ -149,16 +230,6 @@ class Cell:
     means: dict[str, ExactSum] = field(default_factory=lambda: {k: ExactSum() for k in MEANS})
     positions: int = 0
     loss_positions: int = 0
-
-    def add(self, values: Mapping[str, NDArray[Any]], inside_N: NDArray[np.bool_]) -> None:
-        """Adds positions; see :meth:`Telemetry.add`."""
-        self.positions += len(inside_N)
-        self.loss_positions += int(inside_N.sum())
-        self.divergence.add_all(values["divergence"][inside_N])
-        self.drift_inside.add_all(values["anchor"][inside_N])
-        self.drift_outside.add_all(values["anchor"][~inside_N])
-        for name, total in self.means.items():
-            total.add(values[name][inside_N])
 
     def merge(self, other: Cell) -> None:
         """Adds what ``other`` has seen."""
@@ -202,21 +273,36 @@ class Telemetry:
             labels: int64[N] each.
         """
         inside_N = (values["coef"] != 0) & (values["weight"] != 0)
-        wanted = {k: values[k] for k in ("divergence", "anchor", *MEANS)}
-        whole = Cell()
-        whole.add(wanted, inside_N)
-        self.all.merge(whole)
+        group_N, places, cells = np.zeros(len(inside_N), np.int64), [np.zeros(1, np.int64)], [[Cell()]]
+        alike: list[tuple[str, int]] = []  # labels with one code: they count what the whole does
         for label, code_N in labels.items():
-            cells = self.by.setdefault(label, {})
-            codes, counts = np.unique(code_N, return_counts=True)
-            if len(codes) < 2:  # nothing to tell apart: what was just counted
-                for code in codes.tolist():
-                    cells.setdefault(code, Cell()).merge(whole)
+            self.by.setdefault(label, {})
+            codes = code_N[:1] if (code_N == code_N[:1]).all() else np.unique(code_N)
+            if len(codes) < 2:
+                alike += [(label, code) for code in codes.tolist()]
                 continue
-            order_N, ends = np.argsort(code_N, kind="stable"), np.cumsum(counts)[:-1]
-            parts_ = {k: np.split(v[order_N], ends) for k, v in wanted.items()}
-            for i, (code, part) in enumerate(zip(codes.tolist(), np.split(inside_N[order_N], ends), strict=True)):
-                cells.setdefault(code, Cell()).add({k: v[i] for k, v in parts_.items()}, part)
+            group_N = group_N * len(codes) + np.searchsorted(codes, code_N)
+            places = [np.repeat(p, len(codes)) for p in places] + [np.tile(np.arange(len(codes)), len(places[0]))]
+            cells.append([self.by[label].setdefault(code, Cell()) for code in codes.tolist()])
+            if len(places[0]) > _MOST_GROUPS:
+                kept, group_N = np.unique(group_N, return_inverse=True)
+                places = [p[kept] for p in places]
+        groups = Groups(group_N, places)
+        inside, outside = groups.keep(inside_N), groups.keep(~inside_N)
+        for place_G, own in zip(places, cells, strict=True):
+            positions, loss = (np.bincount(place_G[g.group_N], minlength=len(own)).tolist() for g in (groups, inside))
+            for i, cell in enumerate(own):
+                cell.positions += positions[i]
+                cell.loss_positions += loss[i]
+        inside.sketch(values["divergence"][inside_N], [[c.divergence for c in own] for own in cells])
+        inside.sketch(values["anchor"][inside_N], [[c.drift_inside for c in own] for own in cells])
+        outside.sketch(values["anchor"][~inside_N], [[c.drift_outside for c in own] for own in cells])
+        for name in MEANS:
+            inside.count(values[name][inside_N], [[c.means[name] for c in own] for own in cells])
+        whole = cells[0][0]
+        self.all.merge(whole)
+        for label, code in alike:
+            self.by[label].setdefault(code, Cell()).merge(whole)
 
     def merge(self, other: Telemetry) -> None:
         """Adds what ``other`` has seen."""

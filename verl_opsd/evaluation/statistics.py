@@ -1,4 +1,4 @@
-"""Intervals and tests on counts of passes: which test answers which question, on scipy and statsmodels.
+"""Intervals and tests on counts of passes: which test answers which question, on scipy and statsmodels (imported where used: seconds).
 
 Paired questions (two models on the same pairs): :func:`mcnemar` for one seed, :func:`permutation` for several seeds or shares,
 :func:`bootstrap` for an interval. Unpaired rates: :func:`fisher`. Counts of events: :func:`poisson`, :func:`count_permutation`.
@@ -7,21 +7,21 @@ All p-values are two-sided; randomness is passed in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
-from statsmodels.stats.contingency_tables import mcnemar as _mcnemar
-from statsmodels.stats.multitest import multipletests
-from statsmodels.stats.proportion import proportion_confint
-from statsmodels.stats.rates import test_poisson_2indep as _poisson
+from scipy import special
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.shapes import Rate
 
 Floats = NDArray[np.float64]
+
+#: 0.975 quantile of the standard normal distribution, as scipy.stats gives it.
+_Z = 1.9599639845400545
 
 #: Sign flips or resamples where all of them are too many.
 RESAMPLES = 9999
@@ -37,8 +37,10 @@ def wilson(passed: int, total: int) -> tuple[float, float] | None:
         raise OpsdError(f"{passed} of {total}", "a numerator is between 0 and its denominator", "correct the counts")
     if total == 0:
         return None
-    low, high = proportion_confint(passed, total, alpha=0.05, method="wilson")
-    return float(low), float(high)
+    share, scale = passed / total, 1 + _Z**2 / total
+    center = (share + _Z**2 / (2 * total)) / scale
+    half = _Z * math.sqrt(share * (1 - share) / total + _Z**2 / (4 * total**2)) / scale
+    return max(0.0, center - half), min(1.0, center + half)
 
 
 def rate(passed: int, total: int, of: str, hits: Iterable[str] = ()) -> Rate:
@@ -54,10 +56,8 @@ def mcnemar(a: Sequence[bool], b: Sequence[bool]) -> float:
         OpsdError: the two have different lengths.
     """
     _same_length(a, b)
-    table = [[0, 0], [0, 0]]
-    for x, y in zip(a, b, strict=True):
-        table[bool(x)][bool(y)] += 1
-    return float(_mcnemar(table, exact=True).pvalue)
+    gained, lost = (sum(bool(x) < bool(y) for x, y in zip(*sides, strict=True)) for sides in ((a, b), (b, a)))
+    return min(1.0, 2 * float(special.bdtr(min(gained, lost), gained + lost, 0.5)))
 
 
 def permutation(a: Sequence[float], b: Sequence[float], rng: np.random.Generator) -> float:
@@ -71,11 +71,13 @@ def permutation(a: Sequence[float], b: Sequence[float], rng: np.random.Generator
         OpsdError: the two have different lengths, or hold no pair.
     """
     _same_length(a, b)
+    from scipy.stats import permutation_test
+
     difference = np.asarray(b, float) - np.asarray(a, float)
     difference = difference[difference != 0]  # a pair without a difference has the same part in every permutation
     if difference.size < 2:  # its flip is as far out
         return 1.0
-    found = stats.permutation_test(
+    found = permutation_test(
         (difference,),
         lambda x, axis: x.mean(axis=axis).round(12),  # sums that differ by rounding alone are as far out
         permutation_type="samples",
@@ -120,8 +122,10 @@ def bootstrap(
 
 def fisher(passed_a: int, total_a: int, passed_b: int, total_b: int) -> float:
     """Fisher's exact p-value of two unpaired rates (12 of 20 against 18 of 18: 0.0035)."""
+    from scipy.stats import fisher_exact
+
     wilson(passed_a, total_a), wilson(passed_b, total_b)  # refuse impossible counts
-    return float(stats.fisher_exact([[passed_a, total_a - passed_a], [passed_b, total_b - passed_b]]).pvalue)
+    return float(fisher_exact([[passed_a, total_a - passed_a], [passed_b, total_b - passed_b]]).pvalue)
 
 
 def poisson(count_a: int, exposure_a: float, count_b: int, exposure_b: float) -> float:
@@ -129,14 +133,18 @@ def poisson(count_a: int, exposure_a: float, count_b: int, exposure_b: float) ->
 
     Events that come in bursts are not independent: where counts a unit are at hand, use :func:`count_permutation`.
     """
-    return float(_poisson(count_a, exposure_a, count_b, exposure_b, method="exact-cond").pvalue)
+    from statsmodels.stats.rates import test_poisson_2indep
+
+    return float(test_poisson_2indep(count_a, exposure_a, count_b, exposure_b, method="exact-cond").pvalue)
 
 
 def count_permutation(a: Sequence[float], b: Sequence[float], rng: np.random.Generator) -> float:
     """Permutation p-value of the difference of mean counts of two unpaired sets of units; assumes no distribution."""
+    from scipy.stats import permutation_test
+
     if not len(a) or not len(b):
         raise OpsdError(f"{len(a)} and {len(b)} units", "both sides need one", "leave the comparison out")
-    found = stats.permutation_test(
+    found = permutation_test(
         (np.asarray(a, float), np.asarray(b, float)),
         lambda x, y, axis: y.mean(axis=axis) - x.mean(axis=axis),
         n_resamples=RESAMPLES,
@@ -150,6 +158,8 @@ def adjust(p: Sequence[float], method: Literal["holm", "bh"] = "holm") -> list[f
     """p-values for several comparisons at once: Holm bounds the chance of any false one, Benjamini-Hochberg their share."""
     if len(p) < 2:
         return [float(x) for x in p]
+    from statsmodels.stats.multitest import multipletests
+
     return [float(x) for x in multipletests(p, method={"holm": "holm", "bh": "fdr_bh"}[method])[1]]
 
 

@@ -14,13 +14,14 @@ nothing is judged, ``torn`` for the rest of a line whose writer was killed.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,14 @@ def verify(folder: Path) -> tuple[list[dict[str, Any]], list[Finding]]:
     path = folder / LOG
     if not path.is_file():
         return [], [Finding(None, f"{path} does not exist")]
-    pieces = path.read_bytes().split(b"\n")
+    found, findings, count = _read(path.read_bytes())
+    return list(found), [*findings, *_against_head(folder, found, count)]
+
+
+@functools.lru_cache(maxsize=4)  # a report asks for the same log again and again
+def _read(data: bytes) -> tuple[list[dict[str, Any]], list[Finding], int]:
+    """A log's lines that can be read, what is wrong with it, and how many lines it has."""
+    pieces = data.split(b"\n")
     rest = pieces.pop()
     found: list[dict[str, Any]] = []
     findings: list[Finding] = []
@@ -125,7 +133,7 @@ def verify(folder: Path) -> tuple[list[dict[str, Any]], list[Finding]]:
             findings.append(Finding(n, f"a writer was killed here and left {line.get('value')!r}", killed=True))
     if rest:
         findings.append(Finding(len(pieces), f"its writer was killed, {len(rest)} bytes are left of it", killed=True))
-    return found, findings + _against_head(folder, found, len(pieces))
+    return found, findings, len(pieces)
 
 
 def head(folder: Path) -> tuple[int, str] | None:
@@ -175,7 +183,7 @@ def _parse(raw: bytes, n: int, prev: str) -> dict[str, Any] | None:
     return None if wrong else line
 
 
-def _against_head(folder: Path, found: list[dict[str, Any]], count: int) -> list[Finding]:
+def _against_head(folder: Path, found: Sequence[Mapping[str, Any]], count: int) -> list[Finding]:
     try:
         there = head(folder)
     except OpsdError:

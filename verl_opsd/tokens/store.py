@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import shutil
@@ -26,6 +28,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from verl_opsd.contract import EvalContract
 from verl_opsd.errors import OpsdError
@@ -107,7 +110,22 @@ EPISODES = pa.schema(
         ("messages", _TEXT),
     ]
 )
+_SCHEMAS = {"turns": TURNS, "grades": GRADES, "episodes": EPISODES}
 _ARRAYS = {"new_ids": np.int32, "response_ids": np.int32, "response_logprobs": np.float32}
+
+
+@functools.cache
+def _codecs(name: str) -> dict[str, str]:
+    """A table's columns, as the file names them, each with its codec: zstd for long ones only, as making its decompressor takes longer
+    than reading a short one."""
+    buffer = pa.BufferOutputStream()
+    pq.write_table(_SCHEMAS[name].empty_table(), buffer)
+    columns = pq.ParquetFile(pa.BufferReader(buffer.getvalue())).schema
+    paths = [columns.column(i).path for i in range(len(columns))]
+    return {
+        p: "zstd" if p.split(".")[0] in _ARRAYS or p.split(".")[-1] in ("patch", "output", "messages") else "snappy"
+        for p in paths
+    }
 
 
 class EpisodeStore:
@@ -157,7 +175,7 @@ class EpisodeStore:
             for name, table in tables.items():
                 path = temporary / f"{name}.parquet"
                 whole = table.replace_schema_metadata(metadata)
-                pq.write_table(whole, path, compression="zstd", use_dictionary=False, write_statistics=False)
+                pq.write_table(whole, path, compression=_codecs(name), use_dictionary=False, write_statistics=False)
                 _flush(path)
             _flush(temporary)
             try:
@@ -177,6 +195,9 @@ class EpisodeStore:
             OpsdError: there is no such episode, its files are of another schema version or contract, or they are
             damaged.
         """
+        return self._read(episode_id, self._header())
+
+    def _read(self, episode_id: str, header: dict[str, Any] | None) -> Episode:
         folder = self._folder(episode_id)
         if not folder.is_dir():
             raise OpsdError(
@@ -184,11 +205,7 @@ class EpisodeStore:
                 "only episodes that were written can be read",
                 f"`opsd episodes list {self.directory.parent}` shows what is there",
             )
-        header = self._header()
-        turns, grades, episodes = (
-            self._table(folder / f"{name}.parquet", schema, header)
-            for name, schema in (("turns", TURNS), ("grades", GRADES), ("episodes", EPISODES))
-        )
+        turns, grades, episodes = (self._table(folder / f"{name}.parquet", schema, header) for name, schema in _SCHEMAS.items())
         return _episode(turns, grades, episodes)
 
     def ids(self) -> list[str]:
@@ -198,8 +215,10 @@ class EpisodeStore:
 
     def episodes(self) -> Iterator[Episode]:
         """All episodes, read one by one in the order of :meth:`ids`."""
-        for episode_id in self.ids():
-            yield self.read(episode_id)
+        ids = self.ids()
+        header = self._header()
+        for episode_id in ids:
+            yield self._read(episode_id, header)
 
     def _folder(self, episode_id: str) -> Path:
         if not episode_id:
@@ -353,14 +372,12 @@ def _exact_json(episode: Episode) -> str:
 
 
 def _episode(turns: pa.Table, grades: pa.Table, episodes: pa.Table) -> Episode:
-    plain = turns.drop_columns(list(_ARRAYS)).to_pylist()
-    arrays = {
-        name: [value.values.to_numpy(zero_copy_only=False).astype(kind, copy=False) for value in turns[name]]
-        for name, kind in _ARRAYS.items()
-    }
+    columns: dict[str, list[Any]] = {name: _lists(turns[name].combine_chunks(), kind) for name, kind in _ARRAYS.items()}
+    columns |= {name: _plain(turns[name]) for name in TURNS.names if name not in (*_ARRAYS, "sampling")}
+    parts = map(_plain, turns["sampling"].flatten())
     records = tuple(
-        TurnRecord(**row | {"sampling": Sampling(**row["sampling"])}, **{name: arrays[name][i] for name in arrays})
-        for i, row in enumerate(plain)
+        TurnRecord(**dict(zip(columns, row, strict=True)), sampling=Sampling(*how))
+        for row, how in zip(zip(*columns.values(), strict=True), zip(*parts, strict=True), strict=True)
     )
     features = []
     grade = None
@@ -376,6 +393,20 @@ def _episode(turns: pa.Table, grades: pa.Table, episodes: pa.Table) -> Episode:
     row["agents"] = tuple(AgentOutcome(patch=patch, **a) for patch, a in zip(patches, row["agents"], strict=True))
     row["messages"] = json.loads(row["messages"])
     return Episode(turns=records, grade=grade, **row)
+
+
+def _plain(column: pa.ChunkedArray) -> list[Any]:
+    """A column's values; numbers by way of NumPy, which is faster than Arrow's own."""
+    number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+    values: list[Any] = column.to_numpy().tolist() if number and not column.null_count else column.to_pylist()
+    return values
+
+
+def _lists(column: pa.ListArray, kind: Any) -> list[NDArray[Any]]:
+    """A column's lists, as parts of one array."""
+    values = column.values.to_numpy(zero_copy_only=False).astype(kind, copy=False)
+    ends = column.offsets.to_pylist()
+    return [values[a:b] for a, b in itertools.pairwise(ends)]
 
 
 def _shallow(record: Any) -> dict[str, Any]:

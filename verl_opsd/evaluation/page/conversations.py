@@ -4,6 +4,7 @@ Blocks are JSON, compressed with zlib and written as base64 into the page, where
 that several episodes share (system prompts, task texts) stand once, in a common block.
 
 A divergence d is stored as the integer ``q = round(8 log2(1 + d / 1e-6))``: within 5% of d, 0 for 0; -1 where it is not known (NaN).
+In a block, these integers and the tokens' lengths are texts, one character a token: the one whose code is the integer + 0x5e.
 """
 
 from __future__ import annotations
@@ -26,6 +27,16 @@ from verl_opsd.tokens.records import Episode, TurnRecord
 #: Texts from this length on are shared between episodes.
 SHARED = 200
 NO_SECRETS = Secrets(frozenset(), frozenset())
+
+
+class _Characters(dict[int, str]):
+    """Integer -> its character in a block."""
+
+    def __missing__(self, number: int) -> str:
+        return self.setdefault(number, chr(number + 0x5E))
+
+
+_CHARACTERS = _Characters()
 
 
 def quantise(divergence_N: NDArray[Any]) -> list[int]:
@@ -130,6 +141,9 @@ def blocks(conversations: Iterable[Mapping[str, Any]]) -> tuple[str, list[str]]:
             for i in a["items"]:
                 if i["t"] in number:
                     i["t"] = number[i["t"]]
+                for key in ("c", "k"):
+                    if key in i:
+                        i[key] = "".join(map(_CHARACTERS.__getitem__, i[key]))
     return _pack(list(number)), [_pack(c) for c in found]
 
 
@@ -139,12 +153,12 @@ def _pack(value: Any) -> str:
     return base64.b64encode(zlib.compress(text.encode(errors="backslashreplace"), 6)).decode()
 
 
-def _by_turn(turns: Iterable[TurnRecord], divergences: Mapping[RowKey, NDArray[np.float32]]) -> dict[int, NDArray[np.float32]]:
-    """Turn -> divergence of its reply's tokens, in order."""
+def _by_turn(turns: Iterable[TurnRecord], divergences: Mapping[RowKey, NDArray[np.float32]]) -> dict[int, list[int]]:
+    """Turn -> integers of the divergence of its reply's tokens, in order."""
     by_branch: dict[RowKey, list[TurnRecord]] = {}
     for t in turns:
         by_branch.setdefault((t.episode_id, t.agent_id, t.branch), []).append(t)
-    out: dict[int, NDArray[np.float32]] = {}
+    out: dict[int, list[int]] = {}
     for key, members in by_branch.items():
         values, at = divergences.get(key), 0
         if values is None:
@@ -152,8 +166,9 @@ def _by_turn(turns: Iterable[TurnRecord], divergences: Mapping[RowKey, NDArray[n
         trained = [t for t in members if t.kind in ("policy", "malformed")]
         if sum(len(t.response_ids) for t in trained) != len(values):  # one of the kinds carries no loss
             trained = [t for t in members if t.kind == "policy"]
+        codes = quantise(values)
         for t in trained:
-            out[t.turn] = values[at : at + len(t.response_ids)]
+            out[t.turn] = codes[at : at + len(t.response_ids)]
             at += len(t.response_ids)
     return out
 
@@ -187,7 +202,7 @@ def _in_order(
 def _item(
     message: Mapping[str, Any],
     turn: TurnRecord | None,
-    by_turn: Mapping[int, NDArray[np.float32]],
+    by_turn: Mapping[int, list[int]],
     decoder: Decoder | None,
     secret: frozenset[str],
     started: float,
@@ -206,7 +221,7 @@ def _item(
     if turn is None or decoder is None:
         return item | {"t": redacted(text, spans(text, secret))}
     pieces = decoder.pieces(turn.response_ids)
-    codes = quantise(by_turn[turn.turn]) if turn.turn in by_turn and len(pieces) == len(turn.response_ids) else None
+    codes = by_turn.get(turn.turn) if len(pieces) == len(turn.response_ids) else None
     whole = "".join(pieces)
     if hidden := spans(whole, secret):
         pieces, codes = _without(pieces, codes, hidden)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,9 +76,7 @@ def read_episodes(run: RunDir) -> list[Episode]:
     """The stored episodes, [] where there is no store."""
     if not run.episodes.is_dir():
         return []
-    store = EpisodeStore(run.episodes)
-    with ThreadPoolExecutor(2) as pool:  # Arrow reads without the interpreter's lock
-        return list(pool.map(store.read, store.ids()))
+    return list(EpisodeStore(run.episodes).episodes())
 
 
 def gather(

@@ -56,11 +56,13 @@
   // ---- one episode: two conversations
   const value = (q) => q < 0 ? 0 : 1e-6 * (2 ** (q / 8) - 1);
   const digits = (x) => (x >= 0.001 ? x.toPrecision(3) : x.toExponential(1));
+  const integers = (text) => Array.from(text, (x) => x.codePointAt(0) - 0x5e);
   const tokens = (item, text) => {
+    const lengths = integers(item.c);
     const pre = el("pre");
     let at = 0, plain = "";
-    item.k.forEach((q, n) => {
-      const piece = text.slice(at, (at += item.c[n]));
+    integers(item.k).forEach((q, n) => {
+      const piece = text.slice(at, (at += lengths[n]));
       const d = value(q), share = Math.min(1, d / index.full);
       if (share < 0.04) { plain += piece; return; }
       pre.append(plain, el("span", { class: "t", style: `background:rgb(var(--heat)/${(0.75 * share).toFixed(2)})`, title: `${digits(d)} nats` }, piece));
@@ -77,9 +79,9 @@
     if (item.kind) about.push(item.kind === "malformed" ? "no valid tool call" : item.kind);
     if (item.s !== undefined) about.push(`${item.s} s`);
     if (item.k) {
-      const known = item.k.filter((q) => q >= 0).map(value), sum = known.reduce((a, b) => a + b, 0);
-      about.push(`${item.k.length} tokens, mean ${digits(sum / Math.max(1, known.length))}, max ${digits(known.reduce((a, b) => Math.max(a, b), 0))} nats`);
-      if (known.length < item.k.length) about.push(`${item.k.length - known.length} of unknown divergence`);
+      const codes = integers(item.k), known = codes.filter((q) => q >= 0).map(value), sum = known.reduce((a, b) => a + b, 0);
+      about.push(`${codes.length} tokens, mean ${digits(sum / Math.max(1, known.length))}, max ${digits(known.reduce((a, b) => Math.max(a, b), 0))} nats`);
+      if (known.length < codes.length) about.push(`${codes.length - known.length} of unknown divergence`);
     }
     const who = about.join(" · ");
     const body = item.k ? tokens(item, text) : el("pre", {}, text);
