@@ -293,6 +293,16 @@ def test_checkpoints_are_continued_under_the_configuration_that_made_them(starte
     started("trainer.save_freq=1", "trainer.test_freq=1", "trainer.logger=[console]")
 
 
+def test_checkpoints_are_continued_on_the_rows_that_made_them(started, run, tmp_path):
+    started()
+    before = (run.path / "data" / "train.json").read_text()
+    shutil.rmtree(tmp_path / "corpus")
+    make_corpus(tmp_path / "corpus", [10, 20, 30, 41], [12])
+    with pytest.raises(OpsdError, match=r"checkpoints of another schedule \(\['train'\]\)"):
+        started()
+    assert (run.path / "data" / "train.json").read_text() == before
+
+
 def test_losses_of_every_start_are_kept(started, run):
     """verl's logger empties the file that it opens; a kill may cut the last line."""
     from hydra.core.utils import JobReturn, JobStatus
