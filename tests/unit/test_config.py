@@ -120,6 +120,10 @@ def test_wrong_type_or_choice_is_named(path, value):
         {"loss.divergence": "nll"},
         {"loss.divergence": "nll", "brief.name": "none", "loss.anchor": 0.5},
         {"loss.divergence": "nll", "brief.name": "none", "teacher.kind": "frozen"},
+        {"loss.divergence": "nll", "brief.name": "none", "loss.threshold": {"above": 0.05, "taken": "collection"}},
+        {"loss.divergence": "k2", "loss.threshold": {"above": 0.05, "taken": "collection"}},
+        {"loss.segments": [[0, 10], [4096, 5000]]},
+        {"loss.turns": [[0, 2], [6, 9]]},
         {"gates.identity_end_max": -1.0},
         {"activations.offload": True},
         {"activations.offload": False},
@@ -164,6 +168,13 @@ def test_contradictions_are_refused(changes):
         node[last] = value
     with pytest.raises(OpsdError, match="rule:"):
         OpsdConfig.parse(values)
+
+
+def test_ranges_that_begin_inside_the_contract_are_taken():
+    values = changed("loss", {"segments": [[4095, 9000]], "turns": [[5, 100]]})
+    assert OpsdConfig.parse(values).loss.turns == ((5, 100),)
+    compacted = changed("contract.compaction", True) | {"loss": {"turns": [[6, 9]]}}  # a summary is a turn, and no step
+    assert OpsdConfig.parse(compacted).loss.turns == ((6, 9),)
 
 
 def test_missing_key_is_named():

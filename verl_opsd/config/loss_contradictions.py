@@ -54,12 +54,12 @@ def _check_sampled(c: OpsdConfig) -> None:
                 "an estimator from sampled tokens is an expectation over the policy's own, whole distribution",
                 "sample at temperature 1 without top_p and top_k, or use a divergence over the vocabulary, which needs neither",
             )
-        if loss.threshold is not None and sampled:
-            refuse(
-                f"opsd.loss.threshold with divergence={loss.divergence}",
-                "one token's estimate may be of either sign: a threshold on it keeps tokens by luck",
-                "use a divergence over the vocabulary",
-            )
+    if loss.threshold is not None and sampled:
+        refuse(
+            f"opsd.loss.threshold with divergence={loss.divergence}",
+            "one token's estimate is no divergence: a threshold on it keeps tokens by luck",
+            "use a divergence over the vocabulary",
+        )
     if loss.divergence in ("k2", "k3") and (c.mode == "offline" or loss.epochs > 1 or loss.episodes_per_update is not None):
         refuse(
             f"opsd.loss.divergence={loss.divergence} with mode={c.mode} epochs={loss.epochs} "
@@ -93,6 +93,17 @@ def _check_positions(c: OpsdConfig) -> None:
                 f"opsd.loss.{name}={[list(s) for s in spans]}",
                 "a list of half-open ranges [first, end] with 0 <= first < end",
                 "correct the ranges, or leave the key out (null)",
+            )
+    limits = {"segments": ("context_length", c.contract.context_length)}
+    if not c.contract.compaction:  # a summary is a turn, and no step
+        limits["turns"] = ("step_limit", c.contract.step_limit)
+    for name, (field, limit) in limits.items():
+        beyond = [list(s) for s in getattr(c.loss, name) or () if s[0] >= limit]
+        if beyond:
+            refuse(
+                f"opsd.loss.{name} {beyond} with opsd.contract.{field}={limit}",
+                "a range begins where an episode may get to; this one would never hold a position",
+                f"lower the range, remove it, or raise opsd.contract.{field}",
             )
     if not c.loss.turn_kinds:
         refuse("opsd.loss.turn_kinds=[]", "some kind of turn carries the loss", "name policy, malformed or both")

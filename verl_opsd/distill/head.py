@@ -202,8 +202,7 @@ class LossPositionHead(nn.Linear):
     def _with_task(self, x: Tensor, task: HeadTask) -> Tensor:
         task.check(self.weight)
         if task.kind == "score":
-            # An empty slice, not 0 * x: it keeps the graph alive when N is 0, and finite when x is not.
-            return (x.reshape(-1, x.shape[-1]).index_select(0, task.index_N) + x.reshape(-1)[:0].sum())[None]
+            return x.reshape(-1, x.shape[-1]).index_select(0, task.index_N)[None]
         with torch.autocast(x.device.type, enabled=False):
             flat_MH = x.reshape(-1, x.shape[-1])
             loss, *values = _ChunkedLoss.apply(flat_MH, self.weight, task, torch.is_grad_enabled())

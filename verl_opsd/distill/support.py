@@ -93,15 +93,12 @@ def _inside(ids_CK: Tensor, vocab: int) -> Tensor:
 def with_tail(logp_CV: Tensor, ids_CK: Tensor) -> Tensor:
     """Log-probabilities [C, J] of the support's tokens and of everything else.
 
-    The tail is the log-sum-exp of the tokens outside, not 1 - sum: it keeps its digits when it is small.
+    The tail is the log-sum-exp of the tokens outside, not 1 - sum: it keeps its digits when it is small. It is -inf where none is.
     """
     used_CK = ids_CK >= 0
     slots_CK = torch.where(used_CK, logp_CV.gather(-1, ids_CK.clamp_min(0)), -torch.inf)
-    inside_CV = _inside(ids_CK, logp_CV.shape[1])
-    full_C = inside_CV.all(-1)
-    outside_CV = logp_CV.masked_fill(inside_CV & ~full_C[:, None], -torch.inf)
-    tail_C = torch.where(full_C, -torch.inf, torch.logsumexp(outside_CV, dim=-1))
-    return torch.cat([slots_CK, tail_C[:, None]], dim=-1)
+    outside_CV = logp_CV.masked_fill(_inside(ids_CK, logp_CV.shape[1]), -torch.inf)
+    return torch.cat([slots_CK, torch.logsumexp(outside_CV, dim=-1, keepdim=True)], dim=-1)
 
 
 def to_logits(grad_CJ: Tensor, outcomes_CJ: Tensor, logp_CV: Tensor, ids_CK: Tensor) -> Tensor:
@@ -110,7 +107,7 @@ def to_logits(grad_CJ: Tensor, outcomes_CJ: Tensor, logp_CV: Tensor, ids_CK: Ten
     """
     tail_C1 = outcomes_CJ[:, -1:]
     grad_CV = torch.exp(logp_CV - tail_C1) * grad_CJ[:, -1:]
-    of_tail_CV = ~_inside(ids_CK, logp_CV.shape[1]) & (tail_C1 > -torch.inf) & (grad_CJ != 0).any(-1, keepdim=True)
+    of_tail_CV = ~_inside(ids_CK, logp_CV.shape[1]) & (tail_C1 > -torch.inf)
     grad_CV = torch.where(of_tail_CV, grad_CV, 0.0)
     return grad_CV.scatter_add_(1, ids_CK.clamp_min(0), torch.where(ids_CK >= 0, grad_CJ[:, :-1], 0.0))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from verl_opsd.config import OpsdConfig
+from verl_opsd.distill.policy import PpoClip
 from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir
 from verl_opsd.verl_adapter.place import require_writable
@@ -44,6 +45,8 @@ def check_verl_keys(config: DictConfig, opsd: OpsdConfig) -> None:
     _check_lengths(config, opsd)
     _check_dtypes(config)
     _check_server(config.actor_rollout_ref.rollout)
+    _check_task_reward(config, opsd)
+    _check_sequences(config, opsd)
     rollout, actor, model = (config.actor_rollout_ref[k] for k in ("rollout", "actor", "model"))
     c = opsd.contract
     for where, node in (("rollout", rollout), ("rollout.val_kwargs", rollout.val_kwargs)):
@@ -98,10 +101,10 @@ def check_verl_keys(config: DictConfig, opsd: OpsdConfig) -> None:
         ),
         (rollout.n != 1 or rollout.val_kwargs.n != 1, "rollout.n != 1", "a row of data is one pair", "leave rollout.n at 1"),
         (
-            actor.ulysses_sequence_parallel_size > 1 and model.override_config.get("attn_implementation") == "sdpa",
-            f"actor.ulysses_sequence_parallel_size={actor.ulysses_sequence_parallel_size} with sdpa",
-            "sequence parallelism with plain SDPA gives wrong probabilities in silence",
-            "set it to 1, or use flash_attention_2 or ulysses_sdpa",
+            bool(model.use_fused_kernels or actor.use_fused_kernels),
+            f"model.use_fused_kernels={model.use_fused_kernels}, actor.use_fused_kernels={actor.use_fused_kernels}",
+            "fused kernels bypass the vocabulary head, in which this loss is made",
+            "leave both out",
         ),
         (
             opsd.activations.keep != "verl" and (not model.enable_gradient_checkpointing or model.enable_activation_offload),
@@ -206,6 +209,69 @@ def _check_dtypes(config: DictConfig) -> None:
             "actor_rollout_ref.model.lora_rank=0 with actor.fsdp_config.model_dtype=bf16",
             "the optimizer would step bf16 weights, which round a small update away",
             "set actor_rollout_ref.actor.fsdp_config.model_dtype=fp32, whose forwards are still bf16",
+        )
+
+
+def _check_sequences(config: DictConfig, opsd: OpsdConfig) -> None:
+    """How sequences are laid out: shared between ranks, packed, and as many as one micro-batch takes."""
+    from verl_opsd.verl_adapter.ulysses import ATTENTION, is_right
+
+    actor, model, rollout = (config.actor_rollout_ref[k] for k in ("actor", "model", "rollout"))
+    size, attention = (
+        actor.ulysses_sequence_parallel_size,
+        model.override_config.get("attn_implementation", "flash_attention_2"),
+    )
+    if size > 1 and not is_right(attention):
+        raise OpsdError(
+            f"actor.ulysses_sequence_parallel_size={size} with attn_implementation={attention}",
+            "sequence parallelism under an attention that does not exchange heads gives wrong probabilities in silence",
+            f"set it to 1, or use flash_attention_2 or {ATTENTION}",
+        )
+    if (size > 1 or attention == ATTENTION) and not model.use_remove_padding:
+        raise OpsdError(
+            f"model.use_remove_padding=false with actor.ulysses_sequence_parallel_size={size} attn_implementation={attention}",
+            "sequences that ranks share, and this attention, are packed",
+            "set actor_rollout_ref.model.use_remove_padding=true",
+        )
+    if actor.fsdp_config.get("ulysses_sequence_parallel_size", 1) not in (1, size):
+        raise OpsdError(
+            f"actor.fsdp_config.ulysses_sequence_parallel_size={actor.fsdp_config.ulysses_sequence_parallel_size} with "
+            f"actor.ulysses_sequence_parallel_size={size}",
+            "one number says how many ranks share a sequence",
+            "set actor_rollout_ref.actor.ulysses_sequence_parallel_size alone",
+        )
+    if actor.use_dynamic_bsz != rollout.log_prob_use_dynamic_bsz:
+        raise OpsdError(
+            f"actor.use_dynamic_bsz={actor.use_dynamic_bsz} with rollout.log_prob_use_dynamic_bsz={rollout.log_prob_use_dynamic_bsz}",
+            "updates and controls cut their rows in one way",
+            "set actor_rollout_ref.actor.use_dynamic_bsz alone",
+        )
+    for key, limit in (
+        ("actor.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu),
+        ("rollout.log_prob_max_token_len_per_gpu", rollout.log_prob_max_token_len_per_gpu),
+    ):
+        if actor.use_dynamic_bsz and limit * size < opsd.contract.context_length:
+            raise OpsdError(
+                f"{key}={limit} on {size} ranks a sequence with opsd.contract.context_length={opsd.contract.context_length}",
+                "a dynamic micro-batch holds one row at least, which may be as long as the contract's context",
+                f"raise actor_rollout_ref.{key}, or set actor_rollout_ref.actor.use_dynamic_bsz=false",
+            )
+
+
+def _check_task_reward(config: DictConfig, opsd: OpsdConfig) -> None:
+    actor, coef, batch = config.actor_rollout_ref.actor, opsd.loss.task_reward_coef, config.data.train_batch_size
+    clip = PpoClip(actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c)
+    if coef == 0 and clip != PpoClip():
+        raise OpsdError(
+            f"actor.clip_ratio_low, _high, _c = {clip.low}, {clip.high}, {clip.dual} without opsd.loss.task_reward_coef",
+            "they bound the importance ratio of the task reward's term, and nothing else reads them",
+            "set opsd.loss.task_reward_coef, or leave them out",
+        )
+    if coef > 0 and opsd.mode == "online" and batch < 2:
+        raise OpsdError(
+            f"opsd.loss.task_reward_coef={coef} with data.train_batch_size={batch}",
+            "an advantage compares an episode with the others of its round",
+            "set data.train_batch_size to 2 or more, or opsd.loss.task_reward_coef=0",
         )
 
 

@@ -65,6 +65,12 @@ def check_corpus(opsd: OpsdConfig, contract: EvalContract, evaluation: list[Pair
     contract.require_same(theirs, f"corpus {run.path}", opsd.varies, without=("dataset_hash", "subset_hash"))
     if not episodes(opsd):
         raise OpsdError(f"corpus={opsd.corpus} has no scored training episode", "there is nothing to train on", "collect again")
+    if opsd.loss.task_reward_coef > 0 and size(opsd) < 2:
+        raise OpsdError(
+            f"corpus={opsd.corpus} of one episode with opsd.loss.task_reward_coef={opsd.loss.task_reward_coef}",
+            "an advantage compares an episode with the others of its round",
+            "give a corpus of more episodes, or set opsd.loss.task_reward_coef=0",
+        )
     from verl_opsd.cooperbench.dataset import assert_disjoint
 
     what = (f"the corpus ({opsd.corpus})", f"evaluation (opsd.tasks.eval={opsd.tasks.eval})")

@@ -41,6 +41,7 @@ from verl_opsd.verl_adapter.memory_checks import Need, check_memory
 from verl_opsd.verl_adapter.requirements import (
     check_chat,
     check_hardware,
+    check_heads,
     check_rollout,
     check_support,
     check_trl,
@@ -234,6 +235,7 @@ def check_models(config: DictConfig, opsd: OpsdConfig) -> str:
     ensure_student(opsd, model_path)
     check_adapter(config, model_path)
     check_support(opsd, model_path)
+    check_heads(config, model_path)
     check_chat(opsd, model_path)
     check_teachers(opsd, model_path)
     return model_path

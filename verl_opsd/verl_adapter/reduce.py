@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +41,17 @@ def update_groups(keys: Sequence[str], carries: Sequence[bool], per_update: int 
     groups = [sum(loaded[i : i + size], []) for i in range(0, len(loaded), size)] or [[]]
     groups[-1] += sum(empty, [])
     return groups
+
+
+def micro_batch_rows(section: Any) -> int:
+    """Rows of which a rank's part of an optimizer step is a multiple: verl takes whole micro-batches, for the update and for a control.
+
+    Args:
+        section: verl's ``actor_rollout_ref``.
+    """
+    if section.actor.use_dynamic_bsz:
+        return 1
+    return math.lcm(section.actor.ppo_micro_batch_size_per_gpu, section.rollout.log_prob_micro_batch_size_per_gpu)
 
 
 def with_coefficients(

@@ -50,7 +50,7 @@ from verl_opsd.verl_adapter.loss import ON_STUDENT, OpsdLoss
 from verl_opsd.verl_adapter.memory_checks import activation_plan, shapes_of
 from verl_opsd.verl_adapter.objective import is_identity, loss_of
 from verl_opsd.verl_adapter.passes import by_row, jagged, own_passes, rows_of, view_passes
-from verl_opsd.verl_adapter.reduce import update_groups, with_coefficients, with_rewards
+from verl_opsd.verl_adapter.reduce import micro_batch_rows, update_groups, with_coefficients, with_rewards
 from verl_opsd.verl_adapter.routes import models_of
 from verl_opsd.verl_adapter.teacher_queue import TeacherHandle, pools_of, score_rows, start_teachers
 from verl_opsd.verl_adapter.updates import mask_at_collection, rewards_of, rows_in_queue
@@ -316,7 +316,7 @@ class OpsdTrainer(PPOTrainerSync):
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch=False):
         """Groups rows by optimizer step (counted in episodes, not rows), pads every group to the same number of rows a
-        rank, and balances tokens over ranks inside each group."""
+        rank, whole micro-batches, and balances tokens over ranks inside each group."""
         dp = max(self.actor_rollout_wg._query_dispatch_info("actor")) + 1
         self.actor_rollout_wg._dispatch_info.setdefault("actor", self.actor_rollout_wg._query_dispatch_info("actor"))
         carries = [bool((r["opsd_coef"] != 0).any()) for r in rows_in_queue(batch, ["opsd_coef"])]
@@ -328,7 +328,8 @@ class OpsdTrainer(PPOTrainerSync):
                 "turn_kinds, turns, segments and max_prefix leave nothing",
             )
         groups = update_groups(batch.keys, carries, self.opsd.loss.episodes_per_update)
-        rows = -(-max(map(len, groups)) // dp) * dp
+        unit = dp * micro_batch_rows(self.config.actor_rollout_ref)
+        rows = -(-max(map(len, groups)) // unit) * unit
         real = len(batch)
         batch = upsample_batch_to_divisible_size(batch, rows * len(groups), self.tokenizer.eos_token_id)
         spare = iter(range(real, len(batch)))

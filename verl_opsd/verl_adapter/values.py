@@ -31,10 +31,21 @@ CONTENTS = ("model", "optimizer", "extra", "hf_model")
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "actor_rollout_ref.actor.optim.lr": ("a number above 0", lambda v: _number(v) and 0 < v < math.inf),
     "actor_rollout_ref.actor.grad_clip": ("a number above 0", lambda v: _number(v) and v > 0),
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": (
-        "a whole number above 0, or null with dynamic batches",
-        lambda v: v is None or (type(v) is int and v > 0),
-    ),
+    **{
+        f"actor_rollout_ref.actor.clip_ratio_{key}": ("a number", lambda v: _number(v) and math.isfinite(v))
+        for key in ("low", "high", "c")
+    },
+    **{
+        f"actor_rollout_ref.{key}_micro_batch_size_per_gpu": (
+            "a whole number above 0, or null with dynamic batches",
+            lambda v: v is None or (type(v) is int and v > 0),
+        )
+        for key in ("actor.ppo", "rollout.log_prob")
+    },
+    **{
+        f"actor_rollout_ref.{key}_max_token_len_per_gpu": ("a whole number above 0", lambda v: type(v) is int and v > 0)
+        for key in ("actor.ppo", "rollout.log_prob")
+    },
     "actor_rollout_ref.model.lora_rank": ("a whole number, 0 for full-parameter training", lambda v: type(v) is int and v >= 0),
     "actor_rollout_ref.model.lora_alpha": ("a number above 0", lambda v: _number(v) and v > 0),
     **{

@@ -15,6 +15,8 @@ from hydra.errors import ConfigCompositionException
 from verl_opsd.cooperbench.dataset import POCKET_DIR
 
 TRAIN, EVAL = ("pocket_ledger_task", 1), ("pocket_textkit_task", 0)
+ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
+SHARED = ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2")
 
 
 @pytest.mark.parametrize(
@@ -125,6 +127,45 @@ def test_misspelt_key_without_plus_is_refused_by_hydra(compose, override):
         (["trainer.device=cuda"], ["trainer.device=cuda", "scale=local"]),
         (["trainer.resume_mode=bogus"], ["resume_mode=bogus"]),
         (["opsd.loss.clip=-1"], ["opsd.loss.clip=-1"]),
+        (["opsd.loss.task_reward_coef=0.1", "data.train_batch_size=1"], ["task_reward_coef=0.1", "train_batch_size=1"]),
+        (["opsd.loss.task_reward_coef=0.1", "actor_rollout_ref.actor.clip_ratio_low=1.5"], ["low=1.5", "clip_ratio_low"]),
+        (["opsd.loss.task_reward_coef=0.1", "actor_rollout_ref.actor.clip_ratio_c=1"], ["dual=1", "_c"]),
+        (["actor_rollout_ref.actor.clip_ratio_high=0.3"], ["0.2, 0.3, 3.0", "opsd.loss.task_reward_coef"]),
+        (["actor_rollout_ref.actor.clip_ratio_high=much"], ["clip_ratio_high=much", "number"]),
+        (["actor_rollout_ref.model.use_fused_kernels=true"], ["use_fused_kernels=True", "vocabulary head"]),
+        (["actor_rollout_ref.actor.use_fused_kernels=true"], ["use_fused_kernels=True", "vocabulary head"]),
+        ([*SHARED, f"{ATTENTION}=sdpa"], ["sequence_parallel_size=2", "attn_implementation=sdpa", "ulysses_sdpa"]),
+        ([*SHARED, f"{ATTENTION}=eager"], ["sequence_parallel_size=2", "attn_implementation=eager", "ulysses_sdpa"]),
+        ([*SHARED, f"{ATTENTION}=null"], ["sequence_parallel_size=2", "attn_implementation=None", "ulysses_sdpa"]),
+        (
+            [*SHARED, f"{ATTENTION}=ulysses_sdpa", "actor_rollout_ref.model.use_remove_padding=false"],
+            ["use_remove_padding=false", "sequence_parallel_size=2"],
+        ),
+        (
+            [f"{ATTENTION}=ulysses_sdpa", "actor_rollout_ref.model.use_remove_padding=false"],
+            ["use_remove_padding=false", "attn_implementation=ulysses_sdpa"],
+        ),
+        (
+            ["actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"],
+            ["fsdp_config.ulysses_sequence_parallel_size=2", "actor.ulysses_sequence_parallel_size=1"],
+        ),
+        (
+            [f"{ATTENTION}=ulysses_sdpa", "data.train_batch_size=3", "trainer.n_gpus_per_node=3", f"{SHARED[0][:-1]}3"],
+            ["sequence_parallel_size=3", "attention heads"],
+        ),
+        (
+            ["actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=10"],
+            ["actor.ppo_max_token_len_per_gpu=10", "context_length=12288"],
+        ),
+        (
+            ["actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=10"],
+            ["rollout.log_prob_max_token_len_per_gpu=10", "context_length=12288"],
+        ),
+        (
+            ["actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=false"],
+            ["use_dynamic_bsz=True", "log_prob_use_dynamic_bsz=False"],
+        ),
+        (["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=0"], ["log_prob_micro_batch_size_per_gpu=0"]),
         (["loss=gated", "opsd.loss.gate.kappa=-1"], ["opsd.loss: gate kappa=-1.0"]),
         (["opsd.brief.max_view_tokens=10"], ["10 fit (opsd.brief.max_view_tokens)", "raise opsd.brief.max_view_tokens to"]),
         (["actor_rollout_ref.actor.fsdp_config.model_dtype=banana"], ["model_dtype=banana", "bf16"]),

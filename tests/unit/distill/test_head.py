@@ -369,6 +369,44 @@ def test_bf16_weights_give_the_definition_on_the_rounded_inputs() -> None:
     assert relative_error(gx, want_gx) < 5e-3 and relative_error(gw, want_gw) < 5e-3
 
 
+def test_a_bf16_weights_gradient_is_summed_in_float32() -> None:
+    """Sixty-four equal terms, a chunk each: in bf16 a sum stops growing by less than its last digit."""
+    head, x, _ = make(dtype=torch.bfloat16)
+    one, n = torch.tensor([3]), 64
+
+    def grad_weight(copies: int, coef: float) -> torch.Tensor:
+        teacher = Signal(hidden_NH=torch.zeros(copies, H, dtype=torch.bfloat16), head_id="student")  # uniform
+        task = HeadTask("loss", one.repeat(copies), teacher=teacher, coef_N=torch.full((copies,), coef), chunk=1)
+        return run(head, x, task)[2].float()
+
+    torch.testing.assert_close(grad_weight(n, 1 / n), grad_weight(1, 1.0), rtol=2**-7, atol=0)
+
+
+def test_positions_that_repeat_add_up() -> None:
+    head, x, task = make(n=4, index_N=torch.tensor([2, 9, 2, 2]))
+    want, want_gx, want_gw, *_ = expected(head, x, task)
+    loss, gx, gw = run(head, x, task)
+    assert loss == pytest.approx(want, rel=1e-5)
+    assert relative_error(gx, want_gx) < 1e-5 and relative_error(gw, want_gw) < 1e-5
+
+
+def test_agreement_is_with_the_most_probable_token_of_either_teacher() -> None:
+    """Of an exact signal and of a support, whose most probable token may stand in any slot."""
+    head, x, _ = make()
+    with torch.no_grad():
+        student = x.reshape(-1, H)[:2] @ head.weight.T
+    top, other = student.argmax(-1), student.argmin(-1)
+    said = torch.stack([top[0], other[1]])  # the first agrees, the second does not
+    ids = torch.stack([torch.stack([other[0], top[0]]), torch.stack([top[1], other[1]])])
+    logprobs = torch.tensor([[0.2, 0.7], [0.2, 0.7]]).log()
+    support = Signal(ids_NK=ids, logprobs_NK=logprobs, tail_N=torch.full((2,), 0.1).log())
+    exact = Signal(hidden_NH=5.0 * torch.eye(V)[said], head_id="big")
+    for signal, weight, spec in ((support, None, LossSpec(support="signal")), (exact, torch.eye(V), LossSpec())):
+        task = HeadTask("loss", torch.arange(2), said, signal, weight, torch.ones(2), loss=spec)
+        run(head, x, task)
+        assert task.result.agree_N.tolist() == [1.0, 0.0]
+
+
 BROKEN = {
     "one entry each": {"coef_N": torch.ones(3)},
     "come together": {"anchor_coef_N": None},

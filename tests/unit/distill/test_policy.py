@@ -116,6 +116,14 @@ def test_ppo_by_hand() -> None:
         PpoClip(dual=1.0)
 
 
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_token_without_advantage_adds_nothing_whatever_it_holds(broken: float) -> None:
+    logp = torch.tensor([broken, -1.0]).requires_grad_()
+    loss = ppo_loss(logp, torch.tensor([-1.0, -1.0]), torch.tensor([0.0, 0.5]), PpoClip())
+    (grad,) = torch.autograd.grad(loss, logp)
+    assert loss.item() == pytest.approx(-0.5) and grad.tolist() == pytest.approx([0.0, -0.5])
+
+
 def test_advantages_by_hand() -> None:
     assert leave_one_out(torch.tensor([1.0, 0.0, 0.5])).tolist() == pytest.approx([0.75, -0.75, 0.0])
     with pytest.raises(OpsdError, match="two or more"):

@@ -40,6 +40,14 @@ def test_static_weights_enter_the_denominator_and_numerator_weights_do_not() -> 
     assert torch.cat(got).tolist() == pytest.approx([0, 2, 1, 0, 1, 0])
 
 
+def test_turns_of_one_number_on_two_branches_are_two_turns() -> None:
+    """Both agents of an episode have a turn 0: means of 1 and of 3 positions, not one mean of 4."""
+    got = coefficients(
+        "turn", [torch.tensor([0]), torch.tensor([0, 0, 0])], ["A1", "A2"], ["A", "A"], [torch.ones(1), torch.ones(3)]
+    )
+    assert torch.cat(got).tolist() == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6])
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 4), st.floats(0, 10)), min_size=1, max_size=30),
     st.sampled_from(["token", "turn", "branch", "episode"]),
