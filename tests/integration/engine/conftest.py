@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forks
 
 HERE = Path(__file__).parent
+PATH = f"import sys; sys.path.insert(0, {str(HERE)!r}); "
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    code = f"import cpu_platform, pathlib, tiny; tiny.make_models(pathlib.Path({str(root)!r}))"
-    subprocess.run([sys.executable, "-c", code], cwd=HERE, check=True, capture_output=True, timeout=120)
+    (done,) = forks.run(
+        f"{PATH}import cpu_platform, pathlib, tiny; tiny.make_models(pathlib.Path({str(root)!r}))", [], cwd=root
+    )
+    assert done.returncode == 0, done.stderr
     return root
 
 
 @pytest.fixture(scope="module")
-def measured(models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+def measured(forks: Forks, models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
     """``measured(world, case)``: numbers of rank 0; a world's processes run once a module, with all of its ``CASES``; another case (it makes
     process groups of its own) has processes of its own."""
     done: dict[Any, dict] = {}
@@ -35,28 +36,11 @@ def measured(models: Path, tmp_path_factory: pytest.TempPathFactory, request: py
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE.parents[2])}
-        ranks, logs = [], [folder / f"rank{r}.log" for r in range(world)]
-        for r in range(world):
-            command = [
-                sys.executable,
-                str(HERE / "run.py"),
-                str(r),
-                str(world),
-                str(port),
-                str(models),
-                str(folder / "out.json"),
-            ]
-            with logs[r].open("w") as log:
-                ranks.append(subprocess.Popen([*command, *cases], env=env, stdout=log, stderr=subprocess.STDOUT))
-        try:
-            for process in ranks:
-                process.wait(timeout=540)
-        finally:
-            for process in ranks:
-                process.kill()
+        code = f"{PATH}import runpy; runpy.run_path({str(HERE / 'run.py')!r}, run_name='__main__')"
+        argv = [[str(rank), str(world), str(port), str(models), str(folder / "out.json"), *cases] for rank in range(world)]
+        ranks = forks.run(code, *argv, cwd=folder, timeout_s=540)
         out = json.loads((folder / "out.json").read_text())
-        out["log"] = "\n".join(log.read_text()[-3000:] for log in logs)
+        out["log"] = "\n".join(done.stderr[-3000:] for done in ranks)
         return out
 
     def get(world: int, case: str) -> dict:

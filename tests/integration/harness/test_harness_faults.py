@@ -165,7 +165,7 @@ def test_cancelling_the_caller_stops_both_agents(prepared, pair, tmp_path):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert time.monotonic() - started < 3
+            assert time.monotonic() - started < 30  # the command takes 60
 
     asyncio.run(go())
     assert list(tmp_path.iterdir()) == []

@@ -581,5 +581,5 @@ def test_output_handed_to_another_sandbox_holds_nobody(make, tmp_path):
     started = time.monotonic()
     result = python(first, send, timeout_s=15)
     assert result.returncode == 0, result.text
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 12
     thread.join()

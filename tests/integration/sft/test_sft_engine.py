@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forks
 
 HERE = Path(__file__).parent
 ENGINE = HERE.parent / "engine"
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def measured(forks: Forks, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp(f"sft-{request.param}")
-    path = os.pathsep.join(map(str, (HERE, ENGINE, HERE.parents[2])))
-    env = os.environ | {"PYTHONPATH": path, "VERL_USE_EXTERNAL_PLUGINS": "none", "HF_HUB_OFFLINE": "1"}
-    make = "from pathlib import Path; import sys, tiny; tiny.make_models(Path(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", make, str(root)], env=env, check=True, timeout=120)
+    env = {"VERL_USE_EXTERNAL_PLUGINS": "none"}
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    logs = [(root / f"{r}.log") for r in range(request.param)]
-    ranks = []
-    for r, log in enumerate(logs):
-        with log.open("w") as f:
-            command = [
-                sys.executable,
-                str(HERE / "sft_ranks.py"),
-                str(r),
-                str(request.param),
-                str(port),
-                str(root),
-                str(root / "out"),
-            ]
-            ranks.append(subprocess.Popen(command, env=env, stdout=f, stderr=subprocess.STDOUT))
-    codes = [p.wait(500) for p in ranks]  # about 60 s on two idle cores
-    assert codes == [0] * request.param, "\n".join(log.read_text()[-3000:] for log in logs)
+    path = f"import sys; sys.path[:0] = {[str(HERE), str(ENGINE)]!r}; "
+    (made,) = forks.run(
+        f"{path}from pathlib import Path; import tiny; tiny.make_models(Path({str(root)!r}))", [], cwd=root, env=env
+    )
+    assert made.returncode == 0, made.stderr
+    argv = [[str(r), str(request.param), str(port), str(root), str(root / "out")] for r in range(request.param)]
+    code = f"{path}import runpy; runpy.run_path({str(HERE / 'sft_ranks.py')!r}, run_name='__main__')"
+    ranks = forks.run(code, *argv, cwd=root, env=env, timeout_s=500)  # about 60 s on two idle cores
+    assert [done.returncode for done in ranks] == [0] * request.param, "\n".join(done.stderr[-3000:] for done in ranks)
     return {"world": request.param, **json.loads((root / "out").read_text())}
 
 

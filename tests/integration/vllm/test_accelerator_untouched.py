@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from pathlib import Path
+
+from forked import Forks
 
 # Stands in for a driver that sees a device: what the plugin does there is decided by this one answer.
 SEEN = """
@@ -28,15 +28,14 @@ print(json.dumps({
 """
 
 
-def seen(plugins: str) -> dict:
-    env = os.environ | {"VERL_USE_EXTERNAL_PLUGINS": plugins}
-    done = subprocess.run([sys.executable, "-c", SEEN], capture_output=True, text=True, timeout=400, env=env)
+def seen(forks: Forks, plugins: str, folder: Path) -> dict:
+    (done,) = forks.run(SEEN, [], cwd=folder, env={"VERL_USE_EXTERNAL_PLUGINS": plugins})
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_only_entries_of_our_own_names_are_added():
-    without, with_plugin = seen("none"), seen("auto")
+def test_only_entries_of_our_own_names_are_added(forks, tmp_path):
+    without, with_plugin = seen(forks, "none", tmp_path), seen(forks, "auto", tmp_path)
     assert not without.pop("plugin") and with_plugin.pop("plugin")
     for registry in ("adapters", "replicas"):
         added = {k: with_plugin[registry].pop(k) for k in set(with_plugin[registry]) - set(without[registry])}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
 import pytest
@@ -81,19 +80,12 @@ assert "VERL_ENGINE_DEVICE" not in os.environ
     ],
     ids=["cpu", "cuda", "cuda hidden from this process"],
 )
-def test_registration_in_a_fresh_process(prepare, registered, check, free_port_env):
-    code = FRESH.format(prepare=prepare, registered=registered, check=check)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=free_port_env, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.fixture
-def free_port_env() -> dict[str, str]:
-    import os
-    import socket
-
+def test_registration_in_a_fresh_process(prepare, registered, check, forks, monkeypatch, tmp_path):
+    for name in ("VERL_ENGINE_DEVICE", "VERL_PLATFORM"):
+        monkeypatch.delenv(name, raising=False)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    env = {k: v for k, v in os.environ.items() if k not in ("VERL_ENGINE_DEVICE", "VERL_PLATFORM")}
-    return {**env, "VERL_USE_EXTERNAL_PLUGINS": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env = {"VERL_USE_EXTERNAL_PLUGINS": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    (done,) = forks.run(FRESH.format(prepare=prepare, registered=registered, check=check), [], cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]

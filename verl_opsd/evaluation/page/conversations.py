@@ -64,12 +64,15 @@ class Decoder:
     def pieces(self, ids: NDArray[np.int32]) -> list[str]:
         """One piece a token, joined the text of the reply; the whole text as one piece where a tokenizer's pieces can't be joined."""
         wanted = ids.tolist()
-        for i in set(wanted) - self._piece.keys():
-            self._piece[i] = self._decode([i])
-            if "\ufffd" in self._piece[i]:
-                self._partial.add(i)
-        pieces = [self._piece[i] for i in wanted]
-        shared = not self._partial.isdisjoint(wanted)
+        try:
+            pieces = [self._piece[i] for i in wanted]
+        except KeyError:
+            for i in set(wanted) - self._piece.keys():
+                self._piece[i] = self._decode([i])
+                if "\ufffd" in self._piece[i]:
+                    self._partial.add(i)
+            pieces = [self._piece[i] for i in wanted]
+        shared = bool(self._partial) and not self._partial.isdisjoint(wanted)
         if self._looked < self.SEEN and not shared:
             self._looked += 1
             self._joins = self._joins and "".join(pieces) == self._decode(wanted)
