@@ -195,6 +195,11 @@ def test_recovery_continues_the_students_prefixes(branches, student, teacher, to
     other = recover(branches, student, teacher, tokenizer, CHOICE, "last_user", per_depth=2, tokens=6)
     assert sum(r["prefixes"] for r in other) >= 2
     assert all(r["student"]["mean"] > r["teacher"]["mean"] for r in other)
+    longest = max(len(context_ids(b, "brief", CHOICE, tokenizer)) + s for b, s in places)
+    fewer = dataclasses.replace(CHOICE, max_view_tokens=longest + 5)  # no room for six more behind the longest prefix
+    kept = recover(branches, student, teacher, tokenizer, fewer, "system", per_depth=100, tokens=6)
+    assert 0 < sum(r["prefixes"] for r in kept) < len(places)
+    assert recover(branches, student, teacher, tokenizer, dataclasses.replace(CHOICE, max_view_tokens=9), "system") == []
 
 
 def run(paths, out: Path, *argv: str) -> int:
