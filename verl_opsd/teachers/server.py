@@ -13,7 +13,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import torch
@@ -101,7 +101,11 @@ class ServerTeacher:
         """
         self._client = self._client or httpx.AsyncClient(timeout=TIMEOUT_S)  # both belong to the event loop that uses them
         self._slots = asyncio.Semaphore(self._requests)
-        served = (await self._request("GET", "/v1/models"))["data"]
+        served = (await self._request("GET", "/v1/models")).get("data")
+        if not isinstance(served, list) or not all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in served):
+            self._refuse(
+                "lists no models under /v1/models", "an OpenAI-like server names its models", "correct opsd.teacher.url"
+            )
         names = [m["id"] for m in served]
         if self._path not in names and len(names) != 1:
             self._refuse(
@@ -169,14 +173,18 @@ class ServerTeacher:
         asked = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": self.top_k}
         async with self._slots:
             reply = await self._request("POST", "/v1/completions", asked)
-        found = (reply.get("choices") or [{}])[0].get("prompt_logprobs", reply.get("prompt_logprobs"))
+        choices = reply.get("choices")
+        first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+        found = first.get("prompt_logprobs", reply.get("prompt_logprobs"))
         if not isinstance(found, list) or not any(found):
             self._refuse(
                 "returns no prompt_logprobs",
                 "a server teacher gives log-probabilities of the tokens that it is given",
                 "use a server that does (vLLM), or teacher=device",
             )
-        if len(found) != len(ids) or any(not e or str(i) not in e for e, i in zip(found[1:], ids[1:], strict=True)):
+        if len(found) != len(ids) or any(
+            not isinstance(e, dict) or str(i) not in e for e, i in zip(found[1:], ids[1:], strict=True)
+        ):
             self._refuse(
                 f"answers {len(ids)} ids with {len(found)} entries, or entries that lack the given id",
                 "the very ids that are sent are scored, one entry each",
@@ -191,7 +199,14 @@ class ServerTeacher:
         logprobs_NK = torch.full((len(index_N), slots), -math.inf)
         tails = []
         for n, (index, label) in enumerate(zip(index_N.tolist(), labels_N.tolist(), strict=True)):
-            entry = {int(k): float(v["logprob"]) for k, v in entries[index + 1].items()}
+            try:
+                entry = {int(k): float(v["logprob"]) for k, v in entries[index + 1].items()}
+            except (TypeError, ValueError, KeyError):
+                self._refuse(
+                    f"gives {str(entries[index + 1])[:80]} at a position",
+                    "a token's entry has its `logprob`, a number",
+                    "see its version",
+                )
             others = sorted((k for k in entry if k != label), key=lambda k: -entry[k])
             # Asked for K, the given token beside them; where it is one of the K there are K entries.
             if len(entry) not in (self.top_k, self.top_k + 1) or (self.top_k == 0 and others) or max(entry) >= self._vocabulary:
@@ -238,10 +253,17 @@ class ServerTeacher:
             self._refuse(
                 f"answers {path} with status {reply.status_code}: {reply.text[:300]}", "it takes the request", "see its message"
             )
-        found: dict[str, Any] = reply.json()
-        return found
+        try:
+            found = reply.json()
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            self._refuse(
+                f"answers {path} with no JSON object: {reply.text[:80]!r}", "it speaks JSON", "correct opsd.teacher.url"
+            )
+        return found  # type: ignore[no-any-return]
 
-    def _refuse(self, what: str, rule: str, way_out: str) -> None:
+    def _refuse(self, what: str, rule: str, way_out: str) -> NoReturn:
         raise OpsdError(f"the server of teacher {self.name} at {self._url} {what}", rule, way_out)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import socket
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import uvicorn
@@ -138,6 +140,38 @@ def test_a_server_that_can_not_is_refused_by_the_probe(
 ) -> None:
     with pytest.raises(OpsdError, match=named):
         scored(served(fault), path, 5, a_row())
+
+
+@pytest.mark.parametrize(
+    ("models", "completion", "named"),
+    [
+        ("<html>", None, "no JSON object"),
+        ("[]", None, "no JSON object"),
+        ("{}", None, "lists no models"),
+        ('{"data": [{"name": "m"}]}', None, "lists no models"),
+        ('{"data": []}', None, "serves \\[\\]"),
+        (None, "3", "no JSON object"),
+        (None, '{"choices": {"0": 1}}', "returns no prompt_logprobs"),
+        (None, '{"choices": [7]}', "returns no prompt_logprobs"),
+        (None, '{"choices": [{"prompt_logprobs": ["x", "y"]}]}', "answers 29 ids with 2 entries"),
+        (None, lambda ids: [None, *([str(i)] for i in ids[1:])], "lack the given id"),
+        (None, lambda ids: [None, *({str(i): {"logprob": None}, "5": {"logprob": -1}} for i in ids[1:])], "a number"),
+        (None, lambda ids: [None, *({str(i): -1.0} for i in ids[1:])], "a number"),
+        (None, lambda ids: [None, *({str(i): {"logprob": float("nan")}} for i in ids[1:])], "sum to"),
+    ],
+)
+def test_replies_of_another_form_are_refused(models: str | None, completion: Any, named: str) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, text=models or '{"data": [{"id": "m"}]}')
+        if isinstance(completion, str):
+            return httpx.Response(200, text=completion)
+        entries = completion(json.loads(request.content)["prompt"])
+        return httpx.Response(200, text=json.dumps({"choices": [{"prompt_logprobs": entries}]}))
+
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    with pytest.raises(OpsdError, match=named):
+        asyncio.run(ServerTeacher("http://x", "m", "t", 1, V, client=client).probe())
 
 
 def test_failed_requests_are_sent_again(served: Callable[[str], str], path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
