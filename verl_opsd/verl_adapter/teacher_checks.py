@@ -74,7 +74,7 @@ def check_tokens(student_path: str, teacher_path: str, where: str = "opsd.teache
             "choose a teacher of the student's family",
         )
     stops = [_stops(p) for p in (student_path, teacher_path)]
-    frames = [frame(t) for t in (ours, theirs)]
+    frames = [_frame_of(t, path, where) for t, path in ((ours, student_path), (theirs, teacher_path))]
     compared: list[tuple[str, list[int] | None, list[int] | None]] = [
         ("tokens that end a turn (generation_config)", stops[0], stops[1]),
         ("generation prefix", frames[0][0], frames[1][0]),
@@ -99,6 +99,19 @@ def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     asked, prompted = render(_CHAT[:1], False), render(_CHAT[:1], True)
     text = tokenizer.apply_chat_template(_CHAT, tokenize=False)
     return prompted[len(asked) :], list(tokenizer.encode(text[text.rindex("yz") + 2 :], add_special_tokens=False))
+
+
+def _frame_of(tokenizer: Any, path: str, where: str) -> tuple[list[int], list[int]]:
+    from jinja2 import TemplateError
+
+    try:
+        return frame(tokenizer)
+    except (ValueError, TemplateError) as e:  # there is none, or it refuses a plain exchange
+        raise OpsdError(
+            f"{where}: the chat template of {path} renders no exchange: {str(e).splitlines()[0][:160]}",
+            "the teacher is asked about replies that begin and end as its own do",
+            "give the teacher the student's chat template (chat_template.jinja in its folder)",
+        ) from e
 
 
 def server_length(opsd: OpsdConfig, name: str, model: ModelTeacher, vocabulary: int) -> int | None:

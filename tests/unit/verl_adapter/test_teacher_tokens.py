@@ -65,6 +65,17 @@ def test_what_differs_is_named(tmp_path: Path, edit: Callable[[Path], None], nam
         check_tokens(str(student), str(teacher))
 
 
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no') }}", "{{ messages[0].content }}"])
+def test_a_teacher_without_a_template_for_a_plain_exchange_is_refused(tmp_path: Path, template: str | None) -> None:
+    student, teacher = (make_tiny(tmp_path / name, seed=1, hidden_size=32) for name in ("student", "teacher"))
+    (teacher / "chat_template.jinja").unlink()
+    if template is not None:
+        (teacher / "chat_template.jinja").write_text(template)
+    tokenizer_of.cache_clear()
+    with pytest.raises(OpsdError, match=r"opsd\.teacher: the chat template of .*teacher renders no exchange"):
+        check_tokens(str(student), str(teacher))
+
+
 def test_frame_of_the_project_template(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(make_tiny(tmp_path / "m", seed=1, hidden_size=32))
     prefix, after = frame(tokenizer)
