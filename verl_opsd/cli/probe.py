@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.text import Text
 
 from verl_opsd.cli.tables import Table
 from verl_opsd.errors import OpsdError
@@ -286,8 +287,8 @@ def show_why(args: argparse.Namespace, console: Console | None = None) -> int:
     for row in found:
         table.add_row(
             str(row["position"]),
-            repr(row["written"]),
-            *("\n".join(f"{p:6.1%} {text!r}" for text, p in row[k]) for k in ("student", "teacher", "briefed")),
+            Text(repr(row["written"])),  # a token such as `[i]` is no markup
+            *(Text("\n".join(f"{p:6.1%} {text!r}" for text, p in row[k])) for k in ("student", "teacher", "briefed")),
             f"{row['effect']:.3g}",
             f"{row['pull']:.3g}",
         )

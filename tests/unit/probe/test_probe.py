@@ -335,3 +335,9 @@ def test_why_shows_three_distributions_that_the_models_have(paths, tokenizer, br
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["why", str(paths[0]), "train-00001-00000-0", "1", "--teacher", str(paths[2])]) == 0
     assert "teacher with brief" in capsys.readouterr().out
+    odd = [(text, 0.2) for text in ("[i]", "[/i]", "[red]", "\\[x]", "[/]")]
+    row = {"position": 1, "written": "[b]", "effect": 0.0, "pull": 0.0} | dict.fromkeys(("student", "teacher", "briefed"), odd)
+    monkeypatch.setattr("verl_opsd.probe.why.why", lambda *a: [row])
+    assert main(["why", str(paths[0]), "train-00001-00000-0", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "'[b]'" in out and all(out.count(repr(text)) == 3 for text, _ in odd)
