@@ -6,6 +6,7 @@ Shards are joined and adapters merged in float32: verl's own merger rounds to bf
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shutil
 import tempfile
@@ -53,20 +54,38 @@ def whole_weights(checkpoint: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint, joined from the shards of all ranks, in the precision that was trained.
 
     Raises:
-        OpsdError: no checkpoint of verl's FSDP engine, or a rank's file is missing.
+        OpsdError: no checkpoint of verl's FSDP engine, a rank's file is missing or broken, or weights that are no floating-point numbers.
     """
-    stated = checkpoint / "fsdp_config.json"
-    if not stated.is_file():
-        raise OpsdError(
-            f"{checkpoint} holds no fsdp_config.json", "a checkpoint is a folder global_step_N of verl's", "name such a folder"
-        )
-    ranks = json.loads(stated.read_text())["world_size"]
+    (ranks,) = _stated(checkpoint / "fsdp_config.json", "world_size")
     paths = [checkpoint / f"model_world_size_{ranks}_rank_{r}.pt" for r in range(ranks)]
     missing = [p.name for p in paths if not p.is_file()]
     if missing:
         raise OpsdError(f"{checkpoint} lacks {missing}", "every rank has saved its shard", "use another checkpoint")
-    shards = [torch.load(p, map_location="cpu", weights_only=False) for p in paths]
-    return {key: _join(key, [s[key] for s in shards]) for key in shards[0]}
+    try:
+        shards = [torch.load(p, map_location="cpu", weights_only=False) for p in paths]
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise OpsdError(f"{checkpoint}: {error}", "every rank's shard can be read", "use another checkpoint") from error
+    if other := [p.name for p, s in zip(paths, shards, strict=True) if s.keys() != shards[0].keys()]:
+        raise OpsdError(
+            f"{checkpoint}: {other} of other keys than rank 0", "ranks hold shards of one model", "use another checkpoint"
+        )
+    weights = {key: _join(key, [s[key] for s in shards]) for key in shards[0]}
+    if odd := [f"{k} ({v.dtype})" for k, v in weights.items() if not v.is_floating_point()]:
+        raise OpsdError(f"{checkpoint}: {odd[:3]}", "weights are floating-point numbers", "use another checkpoint")
+    return weights
+
+
+def _stated(path: Path, *names: str) -> list[int]:
+    """Numbers of a JSON file of a checkpoint's."""
+    try:
+        entry = json.loads(path.read_text())
+        return [int(entry[name]) for name in names]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OpsdError(
+            f"{path}: {type(error).__name__}: {error}",
+            f"a checkpoint is a folder global_step_N of verl's, with {path.name} that states {', '.join(names)}",
+            "name such a folder",
+        ) from error
 
 
 def _join(key: str, parts: Sequence[Tensor]) -> Tensor:
@@ -89,7 +108,7 @@ def merged(weights: dict[str, Tensor], rank: int, alpha: float) -> tuple[dict[st
         The weights, and the largest entry of any adapter's second matrix (0: the adapter does nothing).
 
     Raises:
-        OpsdError: half an adapter, or one without a base.
+        OpsdError: half an adapter, one without a base, or of another rank or shape.
     """
     sides: dict[str, dict[str, Tensor]] = {}
     for key, value in weights.items():
@@ -100,6 +119,14 @@ def merged(weights: dict[str, Tensor], rank: int, alpha: float) -> tuple[dict[st
         raise OpsdError(
             f"adapters of {broken[:3]} without both sides and a base", "an adapter is whole", "use another checkpoint"
         )
+    for m, s in sides.items():
+        shapes = tuple(s["A"].shape), tuple(s["B"].shape), tuple(weights[f"{m}.base_layer.weight"].shape)
+        if shapes != ((rank, shapes[2][1]), (shapes[2][0], rank), shapes[2]):
+            raise OpsdError(
+                f"adapter of {m}: A {shapes[0]}, B {shapes[1]} on a weight {shapes[2]}",
+                f"lora_train_meta.json states rank {rank}",
+                "use another checkpoint",
+            )
     out: dict[str, Tensor] = {}
     for key, value in weights.items():
         if ".lora_" in key:
@@ -123,14 +150,28 @@ def load_into(config: Any, weights: dict[str, Tensor], what: str) -> nn.Module:
     """A float32 model that holds exactly these weights.
 
     Raises:
-        OpsdError: missing or unexpected keys.
+        OpsdError: missing or unexpected keys, weights of another shape, or tied weights that differ.
     """
     model = auto_class(config).from_config(config, dtype=torch.float32)
-    result = model.load_state_dict(weights, strict=False)
-    tied = set(getattr(model, "_tied_weights_keys", None) or {}) if config.get_text_config().tie_word_embeddings else set()
+    result = _load(model, weights, what)
+    ties = dict(getattr(model, "_tied_weights_keys", None) or {}) if config.get_text_config().tie_word_embeddings else {}
+    tied = set(ties)
+    if apart := [
+        k for k, other in ties.items() if k in weights and other in weights and not torch.equal(weights[k], weights[other])
+    ]:
+        raise OpsdError(f"{what}: {apart} tied to other weights", "guard keys: tied weights are one", "use another checkpoint")
     _require_keys([k for k in result.missing_keys if k not in tied], result.unexpected_keys, what)
     model.tie_weights()
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _load(model: nn.Module, weights: dict[str, Tensor], what: str) -> Any:
+    try:
+        return model.load_state_dict(weights, strict=False)
+    except RuntimeError as error:  # shapes
+        raise OpsdError(
+            f"{what}: {error}", "guard keys: weights have their architecture's shapes", "use another checkpoint"
+        ) from error
 
 
 def _require_keys(missing: Sequence[str], unexpected: Sequence[str], what: str) -> None:
@@ -237,18 +278,22 @@ def export(
     if out.exists():
         raise OpsdError(f"{out} exists", "an export is written once", "name another folder, or remove it by hand")
     weights, guards = whole_weights(checkpoint), []
+    if missing := [n for n in ("config.json", "tokenizer_config.json") if not (checkpoint / "huggingface" / n).is_file()]:
+        raise OpsdError(
+            f"{checkpoint}/huggingface lacks {', '.join(missing)}",
+            "a checkpoint has its model's files",
+            "use another checkpoint",
+        )
     tokenizer, config = (
         AutoTokenizer.from_pretrained(checkpoint / "huggingface"),
         AutoConfig.from_pretrained(checkpoint / "huggingface"),
     )
     adapted = any(".lora_" in k for k in weights)
     if adapted:
-        meta = json.loads((checkpoint / "lora_train_meta.json").read_text())
-        plain, largest = merged(weights, meta["r"], meta["lora_alpha"])
-        guards.append(
-            Guard("adapter_non_zero", largest, 0.0, largest > 0 and meta["lora_alpha"] > 0, "largest entry of lora_B")
-        )
-        trained = _adapted_model(config, weights, meta)
+        rank, alpha = _stated(checkpoint / "lora_train_meta.json", "r", "lora_alpha")
+        plain, largest = merged(weights, rank, alpha)
+        guards.append(Guard("adapter_non_zero", largest, 0.0, largest > 0 and alpha > 0, "largest entry of lora_B"))
+        trained = _adapted_model(config, weights, rank, alpha)
     else:
         plain = {k: v.float() for k, v in weights.items()}
         trained = load_into(config, plain, str(checkpoint))
@@ -289,15 +334,15 @@ def export(
     return guards
 
 
-def _adapted_model(config: Any, weights: dict[str, Tensor], meta: dict[str, Any]) -> nn.Module:
+def _adapted_model(config: Any, weights: dict[str, Tensor], rank: int, alpha: float) -> nn.Module:
     """The model with its adapters beside the base, as it was trained, by PEFT."""
     from peft import LoraConfig, get_peft_model
 
     modules = sorted({m["module"].removeprefix(_PEFT) for k in weights if (m := _LORA.fullmatch(k))})
     base = auto_class(config).from_config(config, dtype=torch.float32)
-    lora = LoraConfig(r=meta["r"], lora_alpha=meta["lora_alpha"], target_modules=modules, bias="none")
+    lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, bias="none")
     model = get_peft_model(base, lora)
-    result = model.load_state_dict({k: v.float() for k, v in weights.items()}, strict=False)
+    result = _load(model, {k: v.float() for k, v in weights.items()}, "the adapted model")
     tied = config.get_text_config().tie_word_embeddings
     _require_keys(
         [k for k in result.missing_keys if not (tied and "lm_head" in k)], result.unexpected_keys, "the adapted model"

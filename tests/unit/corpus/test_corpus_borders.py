@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,13 @@ def test_of_patches_the_added_lines_are_looked_for(name, tmp_path):
     target = evaluated({"s": [dataset(tmp_path, **{name: f"diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n{lines}"})]})
     assert contamination_of(" ".join(context + removed), target) == ""
     assert name.replace("_", ".") in contamination_of(" ".join(added), target)
+
+
+def test_a_file_and_a_json_string_of_it_are_one_text(tmp_path):
+    """Where a tool call writes the file, its line breaks are escapes, whose letter would stick to the next word."""
+    target = evaluated({"s": [dataset(tmp_path, feature_md="\n".join(WORDS))]})
+    written = json.dumps({"command": "\n".join(WORDS) + "\t"})
+    assert contamination_of(written, target) == "holds 100% of repo_task/task7/feature1/feature.md"
 
 
 def test_tasks_may_share_a_repository_where_that_is_asked_for(tmp_path, target, corpus_row):

@@ -114,6 +114,8 @@ def test_half_an_adapter_is_refused(tiny):
     [
         (lambda w: w.pop("model.norm.weight"), "missing keys"),
         (lambda w: w.update(extra=torch.zeros(1)), "unexpected keys"),
+        (lambda w: w.update({"model.norm.weight": torch.zeros(3)}), "size mismatch for model.norm.weight"),
+        (lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"] + 1}), "tied to other weights"),
     ],
 )
 def test_missing_and_unexpected_keys_are_refused(change: Callable, what, tiny, tmp_path):
@@ -122,13 +124,60 @@ def test_missing_and_unexpected_keys_are_refused(change: Callable, what, tiny, t
     weights = dict(torch.load(file))
     change(weights)
     torch.save(weights, file)
-    with pytest.raises(OpsdError, match=f"{what}.*\n.*guard keys") as error:
+    with pytest.raises(OpsdError, match=f"(?s){what}.*guard keys") as error:
         export(folder, tmp_path / "out", "float32")
-    assert "norm" in str(error.value) or "extra" in str(error.value)
+    assert any(name in str(error.value) for name in ("norm", "extra", "lm_head"))
+
+
+def rewritten(file: Path, change: Callable) -> None:
+    weights = dict(torch.load(file))
+    change(weights)
+    torch.save(weights, file)
+
+
+SHARD = "model_world_size_1_rank_0.pt"
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda c: (c / SHARD).write_bytes(b"x" * 99), "every rank's shard can be read"),
+        (lambda c: (c / SHARD).write_bytes((c / SHARD).read_bytes()[:-500]), "every rank's shard can be read"),
+        (lambda c: rewritten(c / SHARD, lambda w: w.update({"n": torch.ones(2, dtype=torch.int8)})), r"n \(torch.int8\)"),
+        (lambda c: (c / "fsdp_config.json").write_text("{"), "fsdp_config.json: JSONDecodeError"),
+        (lambda c: (c / "fsdp_config.json").write_text("{}"), "fsdp_config.json: KeyError"),
+        (lambda c: (c / "huggingface" / "config.json").unlink(), "huggingface lacks config.json"),
+        (lambda c: (c / "huggingface" / "tokenizer_config.json").unlink(), "lacks tokenizer_config.json"),
+        (lambda c: (c / "lora_train_meta.json").unlink(), "lora_train_meta.json: FileNotFoundError"),
+        (lambda c: (c / "lora_train_meta.json").write_text('{"r": 8, "lora_alpha": 12}'), "states rank 8"),
+        (
+            lambda c: rewritten(
+                c / SHARD, lambda w: w.update({k: torch.zeros(4, 2) for k in w if "layers.0.self_attn.q_proj.lora_A" in k})
+            ),
+            r"q_proj: A \(4, 2\)",
+        ),
+    ],
+)
+def test_damaged_checkpoints_are_refused_by_name(damage, what, tiny, tmp_path):
+    folder = checkpoint(tmp_path / "c", adapted(tiny), tiny, (4, 12))
+    damage(folder)
+    with pytest.raises(OpsdError, match=what):
+        export(folder, tmp_path / "out", "float32")
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_ranks_of_other_keys_are_refused(tiny, tmp_path):
+    folder = checkpoint(tmp_path / "c", trained(tiny), tiny)
+    (folder / "fsdp_config.json").write_text(json.dumps({"world_size": 2}))
+    weights = torch.load(folder / SHARD)
+    for rank, gone in ((0, None), (1, "model.norm.weight")):
+        torch.save({k: v for k, v in weights.items() if k != gone}, folder / f"model_world_size_2_rank_{rank}.pt")
+    with pytest.raises(OpsdError, match=r"rank_1\.pt.* of other keys than rank 0"):
+        whole_weights(folder)
 
 
 def test_what_is_no_checkpoint_is_refused(tiny, tmp_path):
-    with pytest.raises(OpsdError, match="no fsdp_config"):
+    with pytest.raises(OpsdError, match="fsdp_config"):
         whole_weights(tiny)
     folder = checkpoint(tmp_path / "c", trained(tiny), tiny)
     (folder / "fsdp_config.json").write_text(json.dumps({"world_size": 2}))
