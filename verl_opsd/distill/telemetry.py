@@ -128,7 +128,8 @@ class Distribution(DDSketch):  # type: ignore[misc]
 
     def stats(self) -> dict[str, float | None]:
         """mean, median, p90, p99, max, max_over_mean, and top1pct_share: share of the sum that the largest 1% of values (at least
-        one) hold; the last two None where the sum is not above 0. Empty without values."""
+        one) hold; the last two None where the sum is not above 0, the share also where values are of both signs (estimates from
+        sampled tokens), whose parts may exceed the whole. Empty without values."""
         n, total, mean = self.exact.count, self.exact.total, self.exact.mean
         if mean is None:
             return {}
@@ -139,7 +140,8 @@ class Distribution(DDSketch):  # type: ignore[misc]
             "p99": self.quantile(0.99),
             "max": self._max,
             "max_over_mean": self._max / mean if mean > 0 else None,
-            "top1pct_share": min(1.0, self._largest(max(1, n // 100)) / total) if total > 0 else None,
+            # a bin's value may be above those in it, by ACCURACY
+            "top1pct_share": min(1.0, self._largest(max(1, n // 100)) / total) if total > 0 and self._min >= 0 else None,
         }
 
 

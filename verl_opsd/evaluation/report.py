@@ -270,7 +270,10 @@ def print_table(path: Path) -> None:
         if kl:
             table.add_row("KL mean, median, p90, p99", "  ".join(f"{kl[k]:.2e}" for k in ("mean", "median", "p90", "p99")))
         if kl and kl["max_over_mean"] is not None:
-            table.add_row("KL max/mean; share of the top 1%", f"{kl['max_over_mean']:.1f}; {kl['top1pct_share']:.0%}")
+            share = kl["top1pct_share"]
+            table.add_row(
+                "KL max/mean; share of the top 1%", f"{kl['max_over_mean']:.1f}; {'-' if share is None else f'{share:.0%}'}"
+            )
         classes = {k: c["divergence"]["mean"] for k, c in d["summary"]["by"]["class"].items() if c["divergence"]}
         table.add_row("KL by token class", "  ".join(f"{k} {x:.2e}" for k, x in classes.items()))
         if "drift" in whole:

@@ -65,6 +65,12 @@ def test_statistics_by_hand() -> None:
     assert (zero["mean"], zero["p99"], zero["max_over_mean"], zero["top1pct_share"]) == (0, 0, None, None)
 
 
+def test_values_of_both_signs_have_no_share_of_the_largest() -> None:
+    """3 - 1 - 1 = 1: the largest would hold three times the sum."""
+    stats = sketch([3.0, -1.0, -1.0]).stats()
+    assert (stats["mean"], stats["max_over_mean"], stats["top1pct_share"]) == (pytest.approx(1 / 3), pytest.approx(9.0), None)
+
+
 def test_inside_and_outside_of_the_mask_are_apart() -> None:
     t = Telemetry()
     t.add(values([1.0, 3.0, 100.0, 50.0], [0.5, 0.5, 0.0, 0.5], anchor=[0.1, 0.3, 0.8, 0.6], weight=[1, 2, 1, 0]), {})
