@@ -142,7 +142,7 @@ def ledger(episodes: Iterable[Episode], run: RunDir, loss: LossConfig) -> Ledger
         by_class.update({TOKEN_CLASSES[int(c)]: int(n) for c, n in zip(codes, counts, strict=True)})
         carried = int(v["carried"])
         masked += coef.size - carried
-        left_out["below the threshold"] += carried - int(inside.sum())
+        left_out["shut by the gate" if loss.threshold is None else "below the threshold"] += carried - int(inside.sum())
     left_out["weight 0"] += masked - by_turn
     return Ledger(states, usable, dict(dropped), reply_tokens, dict(by_class), {k: n for k, n in left_out.items() if n})
 

@@ -465,7 +465,7 @@ class OpsdTrainer(PPOTrainerSync):
         path = self.run_dir.path / "telemetry" / f"{self.global_steps:05d}.npz"
         values = round_telemetry.save(path, output, self._loss_tokens, self._row_names)
         threshold = self.opsd.loss.threshold
-        if threshold is not None and threshold.taken == "current":  # gate and clip are never 0
+        if threshold is not None and threshold.taken == "current":  # a clip is never 0, and a gate hardly ever
             self._kept_share = float((values["weight"][values["coef"] != 0] != 0).mean())
         self._means = {"opsd/kept_share": self._kept_share} if threshold is not None else {}
         self._means |= round_telemetry.means(values, [t.name for t in self.teachers])

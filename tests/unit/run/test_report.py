@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from verl_opsd.config import LossConfig, ThresholdConfig
+from verl_opsd.config import GateConfig, LossConfig, ThresholdConfig
+from verl_opsd.distill.weights import SurprisalGate
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.report import ledger, standing_rows, telemetry
 from verl_opsd.evaluation.standings import standing
@@ -161,7 +163,8 @@ def test_ledger_counts_each_state_and_token_once(tmp_path):
     )
     good = scored("e", turns(("policy", 2), ("malformed", 3), ("policy", 1)))
     fault = SimpleNamespace(episode_id="f", scored=False, outcome="infra:engine_died", turns=turns(("policy", 5)))
-    found = ledger([good, fault], RunDir(tmp_path), LossConfig(turn_kinds=("policy",), epochs=2))
+    loss = LossConfig(turn_kinds=("policy",), epochs=2, threshold=ThresholdConfig(0.05))
+    found = ledger([good, fault], RunDir(tmp_path), loss)
     assert (found.states, found.usable, found.reply_tokens, found.loss_positions) == (4, 2, 6, 1)
     assert found.dropped == {"kind malformed": 1, "infra:engine_died": 1}
     assert found.left_out == {"kind malformed": 3, "weight 0": 1, "below the threshold": 1} and found.by_class == {"think": 1}
@@ -198,6 +201,16 @@ def test_ledger_tells_a_threshold_at_collection_from_a_weight_of_0(tmp_path):
     loss = LossConfig(threshold=ThresholdConfig(0.05, "collection"))
     found = ledger([scored("e", turns(("policy", 5)))], RunDir(tmp_path), loss)
     assert found.left_out == {"weight 0": 1, "below the threshold": 3} and found.loss_positions == 1
+
+
+def test_ledger_names_a_gate_that_is_shut(tmp_path):
+    """sigmoid(10 (log p + 4)) is 0 in float32 where log p is -15; there is no threshold that a position could be below."""
+    gate = GateConfig(10.0, -4.0)
+    shut = SurprisalGate(gate.kappa, gate.gamma).of(torch.tensor([-1.0, -15.0]))
+    assert shut[0] > 0.99 and shut[1] == 0
+    save(tmp_path / "telemetry", 1, divergence=[1.0] * 2, coef=[0.5, 0.5], weight=shut.tolist(), carried=2)
+    found = ledger([scored("e", turns(("policy", 2)))], RunDir(tmp_path), LossConfig(gate=gate))
+    assert found.left_out == {"shut by the gate": 1} and found.loss_positions == 1
 
 
 def test_publish_divergence_is_the_definition():
