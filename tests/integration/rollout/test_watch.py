@@ -16,11 +16,19 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter.watch import ActorWatch, queue_actors
 
 
-@pytest.fixture(autouse=True)
-def local_ray() -> Iterator[None]:
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
+@pytest.fixture(scope="module", autouse=True)
+def shut_down() -> Iterator[None]:
     yield
     ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def local_ray(request: pytest.FixtureRequest) -> None:
+    """One Ray for all tests, but for those that kill a process which all of its jobs share: these begin with a new one."""
+    if "which" in request.fixturenames:
+        ray.shutdown()
+    if not ray.is_initialized():
+        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
 
 
 @ray.remote(num_cpus=0)

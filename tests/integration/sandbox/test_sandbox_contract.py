@@ -270,7 +270,7 @@ def test_without_cgroups_the_rlimits_hold(make, monkeypatch):
 
 
 def test_start_to_first_command(make):
-    """150 ms on an idle machine; on a busy one as much more as a plain process takes longer than its idle 2 ms."""
+    """150 ms on an idle machine; on a busy one as much more as the slowest plain process takes longer than its idle 2 ms."""
     make()  # the checks that are made once a process
     times, plain = [], []
     for _ in range(8):
@@ -280,7 +280,7 @@ def test_start_to_first_command(make):
         started = time.monotonic()
         make().run(["true"], timeout_s=5)
         times.append(time.monotonic() - started)
-    assert min(times) <= 0.15 * max(1, min(plain) / 0.002), (times, plain)
+    assert min(times) <= 0.15 * max(1, max(plain) / 0.002), (times, plain)
 
 
 def test_user_ids_come_from_the_documented_range(make):
