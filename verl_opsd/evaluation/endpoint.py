@@ -72,7 +72,9 @@ class EndpointSession:
             read, written = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
             finish = str(choice.get("finish_reason") or "stop")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise _fault("endpoint_bad_reply", self._client, f"no reply, or one without its token counts: {str(answer)[:500]}") from error
+            raise _fault(
+                "endpoint_bad_reply", self._client, f"no reply, or one without its token counts: {str(answer)[:500]}"
+            ) from error
         self._turns += 1
         return Reply({"role": "assistant", "content": "", **reply}, self._turns - 1, read, written, finish)
 
