@@ -39,7 +39,14 @@ def select(args: argparse.Namespace, console: Console | None = None) -> int:
     if args.losses is not None:
         if not args.losses.is_file():
             raise OpsdError(f"--losses {args.losses}", "it is the metrics.jsonl of a warm start", "correct the path")
-        losses = {f"step{n}": loss for n, loss in val_losses(args.losses).items() if f"step{n}" in models}
+        every = {f"step{n}": loss for n, loss in val_losses(args.losses).items()}
+        losses = {name: loss for name, loss in every.items() if name in models}
+        if not losses:
+            raise OpsdError(
+                f"--losses {args.losses}: validation losses of {', '.join(every) or 'no step'}, arms {', '.join(models)}",
+                "a loss stands beside the arm that is named stepN after its step",
+                "name the arms so, or leave --losses out",
+            )
     arms = scan(models, args.base, gates, losses)
     rows = model_standings(args.runs, models, args.split)
     invalidated = {r.model for r in rows if r.invalidated}

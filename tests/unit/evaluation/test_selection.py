@@ -121,6 +121,24 @@ def test_the_command(tmp_path: Path):
     assert "chosen: step5" in text and "0.7500" in text and "3 of 4" in text
 
 
+def test_of_equal_arms_the_first_named_is_chosen():
+    for names in (("step7", "step2"), ("step2", "step7")):
+        arms = scan({"base": BASE, **dict.fromkeys(names, GOOD)}, "base", DEFAULT, {"step7": 0.9, "step2": 0.1})
+        assert chosen(arms, "base") == names[0]
+
+
+@pytest.mark.parametrize(("lines", "what"), [("", "no step"), ('{"step": 9, "data": {"val/loss": 0.5}}', "step9")])
+def test_losses_of_no_arm_are_refused(lines, what, tmp_path: Path):
+    for name, episodes in (("base", BASE), ("step5", GOOD)):
+        for e in episodes:
+            EpisodeStore(tmp_path / name / "episodes").write(e)
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    words = ["select", *(f"{n}={tmp_path / n}" for n in ("base", "step5")), "--base", "base"]
+    args = parser().parse_args([*words, "--losses", str(tmp_path / "metrics.jsonl")])
+    with pytest.raises(OpsdError, match=f"validation losses of {what}"):
+        select(args, Console(quiet=True))
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"step": 5}', '{"step": 5, "data": {"val/loss": null}}'])
 def test_losses_that_are_none_are_refused(text, tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text(text)
