@@ -201,3 +201,15 @@ def test_a_row_says_the_contract_of_its_episode(tmp_path, target):
     with pytest.raises(OpsdError, match="contract"):
         build(open_sources([run]), Spec(), rendering(), target, tmp_path / "out", "model", "pocket")
     assert EpisodeStore(run / "episodes").read("a").contract_hash == CONTRACT.hash
+
+
+def test_a_rows_hash_covers_every_field(corpus_row):
+    for field in dataclasses.fields(corpus_row):
+        value = getattr(corpus_row, field.name)
+        if isinstance(value, np.ndarray):
+            other = value.copy()
+            other[-1] += 1
+        else:
+            other = not value if isinstance(value, bool) else value + (1 if isinstance(value, int) else "x")
+        changed = dataclasses.replace(corpus_row, **{field.name: other})
+        assert (changed.computed_hash() == corpus_row.row_hash) is (field.name == "row_hash"), field.name
