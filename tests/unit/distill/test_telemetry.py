@@ -122,6 +122,20 @@ def test_buckets_are_named_by_their_lower_bound() -> None:
     assert bucket(np.array([0, 1, 255, 256, 511, 512, 70000]), DEPTHS).tolist() == [0, 0, 0, 256, 256, 512, 65536]
 
 
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"states": 1, "usable": 2, "dropped": {"no brief": -1}},
+        {"states": 1, "usable": -1, "dropped": {"no brief": 2}},
+        {"reply_tokens": 1, "by_class": {"think": 2}, "left_out": {"weight 0": -1}},
+        {"reply_tokens": 1, "by_class": {"think": -1}, "left_out": {"weight 0": 2}},
+    ],
+)
+def test_ledger_that_sums_by_a_negative_count_is_refused(counts: dict) -> None:
+    with pytest.raises(OpsdError, match="ledger"):
+        Ledger(**counts)
+
+
 def test_ledger_sums_or_is_refused() -> None:
     a = Ledger(5, 4, {"malformed": 1}, 100, {"think": 60, "code": 30}, {"max_prefix": 10})
     b = Ledger(2, 1, {"infra": 1}, 10, {"think": 10})
