@@ -178,6 +178,11 @@ def test_log_probs_are_those_of_the_full_logits() -> None:
     torch.testing.assert_close(task.result.student_logprob_N, full, rtol=1e-5, atol=1e-6)
 
 
+def test_a_support_signal_has_one_tail_a_position() -> None:
+    with pytest.raises(OpsdError, match=r"tail \(3,\)"):
+        Signal(ids_NK=torch.zeros(2, 3, dtype=torch.int64), logprobs_NK=torch.zeros(2, 3), tail_N=torch.zeros(3))
+
+
 def test_a_support_signal_of_another_shape_is_refused() -> None:
     with pytest.raises(OpsdError, match="N x K"):
         Signal(ids_NK=torch.zeros(3, 4, dtype=torch.int64), logprobs_NK=torch.zeros(3, 3), tail_N=torch.zeros(3))
