@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 from hydra.errors import ConfigCompositionException
 
-from verl_opsd.cooperbench.dataset import POCKET_DIR
-
-TRAIN, EVAL = ("pocket_ledger_task", 1), ("pocket_textkit_task", 0)
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 SHARED = ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2")
 
@@ -254,112 +251,6 @@ def test_corpus_of_another_contract(refused, tmp_path):
     assert str(corpus.path) in text and "step_limit" in text and "77" in text
 
 
-# ---- tasks --------------------------------------------------------------------------------------------------------------
-
-
-def subset(folder: Path, name: str, repo: str, task_id: int, pairs: list[list[int]] | None = None) -> Path:
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps({"tasks": [{"repo": repo, "task_id": task_id, **({"pairs": pairs} if pairs else {})}]}))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("opsd.tasks.test=pocket_train", "the locked test split (opsd.tasks.test=pocket_train) share pocket_ledger_task"),
-        (
-            "opsd.tasks.test=pocket_eval",
-            "evaluation (opsd.tasks.eval=pocket_eval) and the locked test split (opsd.tasks.test=pocket_eval) share",
-        ),
-        ("opsd.tasks.look='the final table'", "pocket_eval holds no pair of pocket_test"),
-    ],
-)
-def test_the_locked_split_is_neither_trained_nor_evaluated_on(refused, override, named):
-    assert named in refused(override)
-
-
-def test_a_look_at_the_locked_split_is_on_record(compose, tmp_path):
-    from verl_opsd.rundir import RunDir
-    from verl_opsd.verl_adapter.launch import prepare_run
-
-    run = RunDir(tmp_path / "run")
-    look = [
-        "opsd.tasks.eval=pocket_test",
-        "opsd.tasks.look='the final table'",
-        "opsd.tasks.max_train=1",
-        "opsd.tasks.max_eval=1",
-    ]
-    prepare_run(compose("+recipe=opd", *look), run)
-    (line,) = [g for g in map(json.loads, (run.path / "evidence.jsonl").read_text().splitlines()) if g["gate"] == "locked_look"]
-    assert line["detail"] == "pocket_test: the final table" and line["verdict"] == "recorded"
-    assert json.loads((run.path / "tasks.json").read_text())["eval"] == ["pocket_spans_task/task3/f1_f2"]
-
-
-def test_unknown_subset_names_the_known_ones(refused):
-    text = refused("opsd.tasks.train=pocket_trian")
-    assert "pocket_trian" in text and "pocket_train" in text and "pocket_eval" in text
-
-
-def test_training_task_in_the_evaluation_set(refused):
-    both = f"training (opsd.tasks.train=pocket_train) and evaluation (opsd.tasks.eval=pocket_train) share {TRAIN[0]}"
-    assert both in refused("opsd.tasks.eval=pocket_train")
-
-
-@pytest.mark.parametrize(("level", "named"), [("repo", f"share {TRAIN[0]}"), ("task", f"share {TRAIN[0]}/task1")])
-def test_other_pair_of_a_training_repository_in_the_evaluation_set(refused, tmp_path, level, named):
-    train, evaluation = (subset(tmp_path, n, *TRAIN, [p]) for n, p in (("t", [1, 2]), ("e", [3, 4])))
-    text = refused(f"opsd.tasks.train={train}", f"opsd.tasks.eval={evaluation}", f"opsd.tasks.disjoint={level}")
-    assert named in text and f"no {level} may be in both sets" in text
-
-
-def test_dataset_that_does_not_exist(refused):
-    assert "opsd.tasks.dataset=/no/such: no folder" in refused("opsd.tasks.dataset=/no/such")
-
-
-def test_limits_do_not_hide_an_overlap(refused):
-    """`max_eval=1` leaves the shared task out of the run, but not out of the sets."""
-    assert TRAIN[0] in refused("opsd.tasks.eval=pocket_train", "opsd.tasks.max_train=1", "opsd.tasks.max_eval=1")
-
-
-def test_task_that_is_not_prepared(refused, tmp_path, monkeypatch):
-    monkeypatch.setenv("OPSD_CACHE", str(tmp_path / "cache"))
-    assert "opsd tasks prepare" in refused("opsd.tasks.prepare=false")
-
-
-def test_task_that_is_prepared_and_not_measured(refused, tmp_path, monkeypatch):
-    from verl_opsd.cooperbench.prepare import prepare
-
-    monkeypatch.setenv("OPSD_CACHE", str(tmp_path / "cache"))
-    names = []
-    for name, (repo, task) in (("t", TRAIN), ("e", EVAL)):
-        prepare(POCKET_DIR / repo / f"task{task}", None, tmp_path / "cache")
-        names.append(subset(tmp_path, name, repo, task, [[1, 2]]))
-    text = refused(f"opsd.tasks.train={names[0]}", f"opsd.tasks.eval={names[1]}", "opsd.tasks.prepare=false")
-    assert f"{TRAIN[0]}/task1 feature 1: not measured" in text and "opsd tasks qualify" in text
-
-
-def test_task_whose_base_passes_already(refused, tmp_path, monkeypatch):
-    """A hidden test that the untouched base passes would reward doing nothing: `prepare=true` measures it and refuses."""
-    data = tmp_path / "data"
-    shutil.copytree(POCKET_DIR / TRAIN[0], data / TRAIN[0])
-    shutil.copytree(POCKET_DIR / EVAL[0], data / EVAL[0])
-    bad = data / EVAL[0] / "task0" / "feature1" / "tests.patch"
-    bad.write_text(
-        "diff --git a/tests/test_nothing.py b/tests/test_nothing.py\nnew file mode 100644\n--- /dev/null\n"
-        "+++ b/tests/test_nothing.py\n@@ -0,0 +1,2 @@\n+def test_nothing():\n+    assert True\n"
-    )
-    monkeypatch.setenv("OPSD_CACHE", str(tmp_path / "cache"))
-    train, evaluation = (subset(tmp_path, n, *t, [[1, 2]]) for n, t in (("t", TRAIN), ("e", EVAL)))
-    text = refused(
-        *(f"opsd.tasks.dataset={data}", f"opsd.tasks.train={train}", f"opsd.tasks.eval={evaluation}"),
-        *("opsd.tasks.test=null", "opsd.tasks.prepare=true"),
-    )
-    assert f"{EVAL[0]}/task0 feature 1: " in text and f"{EVAL[0]}/task0 feature 2: " not in text and TRAIN[0] not in text
-
-
-# ---- teacher ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="session")
 def student() -> Path:
     from verl_opsd.models.tiny import WARM
@@ -400,9 +291,6 @@ def test_key_without_a_default(refused, overrides, named):
     assert named in text and ("not set" in text or f"without {named}" in text)
 
 
-# ---- host ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def fresh_host():
     from verl_opsd.cooperbench.sandbox import host
@@ -439,114 +327,3 @@ def test_host_that_cannot_switch_user_ids():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "rule:" in done.stdout and "way out:" in done.stdout
-
-
-def test_predictions_are_written_down_before_anything_starts(compose, tmp_path):
-    """With the file the log begins to hold its hash; a file that predicts nothing is refused; without the key there is no such line."""
-    from verl_opsd.errors import OpsdError
-    from verl_opsd.evidence.chain import lines
-    from verl_opsd.rundir import RunDir
-    from verl_opsd.verl_adapter.launch import prepare_run
-
-    path = tmp_path / "p.yaml"
-    path.write_text(
-        "name: p\npredictions:\n- {metric: eval.pairs_passed, comparison: '>', threshold: 0, denominator: {of: scored pairs, at_least: 1}}\n"
-    )
-    short = ("+recipe=opd", "opsd.tasks.max_train=1", "opsd.tasks.max_eval=1")
-    found = []
-    for name, more in (("with", [f"opsd.predictions={path}"]), ("without", [])):
-        prepare_run(compose(*short, *more), RunDir(tmp_path / name))
-        found.append([x["value"]["name"] for x in lines(tmp_path / name) if x["gate"] == "predicted"])
-    assert found == [["p"], []]
-    path.write_text(path.read_text().replace("'>'", "'='"))
-    with pytest.raises(OpsdError, match="comparison="):
-        prepare_run(compose(*short, f"opsd.predictions={path}"), RunDir(tmp_path / "bad"))
-
-
-# ---- resuming -----------------------------------------------------------------------------------------------------------
-
-
-def test_good_input_is_not_refused(compose, tmp_path, monkeypatch):
-    """The counterpart of every test above: the recipe itself passes all checks."""
-    from verl_opsd.rundir import RunDir
-    from verl_opsd.verl_adapter.launch import prepare_run
-
-    run = RunDir(tmp_path / "run")
-    config = compose("+recipe=opd", "+actor_rollout_ref.rollout.engine_kwargs.opsd.threads=1", "opsd.tasks.max_train=1")
-    opsd = prepare_run(config, run)
-    assert opsd.recipe == "opd" and (run.path / "data" / "train.parquet").is_file()
-    first = run.contract()
-    prepare_run(config, run)  # the same run again: resumes
-    assert run.contract() == first
-
-
-def test_resuming_under_another_contract(refused, compose, tmp_path):
-    from verl_opsd.rundir import RunDir, write_json
-    from verl_opsd.verl_adapter.callback import OpsdCallback
-    from verl_opsd.verl_adapter.launch import prepare_run
-
-    run = RunDir(tmp_path / "run")
-    prepare_run(compose("+recipe=opd"), run)
-    before = (run.path / "contract.json").read_bytes()
-    (run.episodes / "train-00001-00000-0").mkdir(parents=True)
-    write_json(run.path / "keep.json", {})
-    with pytest.raises(SystemExit) as stop:
-        OpsdCallback().on_job_start(compose("+recipe=opd", "opsd.contract.step_limit=3"))
-    assert stop.value.code == 2
-    assert (run.path / "contract.json").read_bytes() == before and (run.path / "keep.json").is_file()
-
-
-def test_resuming_under_another_configuration(compose, tmp_path, capsys):
-    from verl_opsd.rundir import RunDir, write_json
-    from verl_opsd.verl_adapter.callback import OpsdCallback
-    from verl_opsd.verl_adapter.launch import plain_config, prepare_run
-
-    run = RunDir(tmp_path / "run")
-    first = compose("+recipe=opd")
-    prepare_run(first, run)
-    (run.episodes / "train-00001-00000-0").mkdir(parents=True)
-    write_json(run.path / "meta.json", {"config": plain_config(first)})
-    prepare_run(compose("+recipe=opd", "trainer.total_training_steps=5"), run)  # a longer run of the same
-    with pytest.raises(SystemExit) as stop:
-        OpsdCallback().on_job_start(compose("+recipe=opd", "actor_rollout_ref.actor.optim.lr=0.1"))
-    assert stop.value.code == 2 and "actor_rollout_ref.actor.optim.lr=0.001 and not 0.1" in capsys.readouterr().err
-    assert (run.episodes / "train-00001-00000-0").is_dir()
-
-
-def test_a_refused_run_leaves_the_users_files(compose, tmp_path):
-    from verl_opsd.verl_adapter.callback import OpsdCallback
-
-    run = tmp_path / "run"
-    (run / ".hydra").mkdir(parents=True)
-    (run / "main_ppo.log").write_text("")
-    (run / "out.log").write_text("what tee has written")
-    with pytest.raises(SystemExit):
-        OpsdCallback().on_job_start(compose("+recipe=opd", "trainer.use_v1=false"))
-    assert [(p.name, p.read_text()) for p in run.iterdir()] == [("out.log", "what tee has written")]
-
-
-@pytest.mark.parametrize("more", [["opsd.loss.clip=-1"], ["opsd.dry_run=true"]])
-def test_a_directory_that_held_other_things_is_as_before(compose, tmp_path, more):
-    """Hydra writes its own files over those of an earlier run before any check can speak."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_module
-
-    from verl_opsd.verl_adapter.callback import OpsdCallback
-
-    run = tmp_path / "run"
-    (run / ".hydra").mkdir(parents=True)
-    before = {"main_ppo.log": "a log", ".hydra/config.yaml": "an earlier run", "notes.txt": "mine"}
-    for name, text in before.items():
-        (run / name).write_text(text)
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = hydra_compose("ppo_trainer", ["+recipe=opd", f"hydra.run.dir={run}", *more], return_hydra_config=True)
-    config.hydra.job.name = "main_ppo"
-    callback = OpsdCallback()
-    callback.on_run_start(config)
-    (run / "main_ppo.log").write_text("a log, and a line")  # as Hydra does
-    (run / ".hydra" / "config.yaml").write_text("this run")
-    with pytest.raises(SystemExit) as stop:
-        callback.on_job_start(compose("+recipe=opd", *more))
-    assert stop.value.code == (2 if more[0].startswith("opsd.loss") else 0)
-    left = {p.relative_to(run).as_posix(): p.read_text() for p in run.rglob("*") if p.is_file()}
-    assert left == before

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import secrets
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -45,3 +47,24 @@ def make(tmp_path: Path) -> Iterator[Make]:
 def sandbox(request: pytest.FixtureRequest, make: Make) -> Sandbox:
     """One sandbox of each backend."""
     return make(request.param)
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file of the host's data set that anyone may read, with a text found nowhere else."""
+    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        parent.chmod(0o755)
+    path = tmp_path / "dataset" / "task1" / "feature1" / "gold.patch"
+    path.parent.mkdir(parents=True)
+    path.write_text(secrets.token_hex(16))
+    return path
+
+
+@pytest.fixture
+def canary() -> Iterator[subprocess.Popen]:
+    """A host process with a secret in its environment, which no attempt may read, trace or end."""
+    process = subprocess.Popen(["sleep", "600"], env={"CANARY_SECRET": "canary-secret-4f1e"})
+    yield process
+    assert process.poll() is None, "the canary was killed"
+    process.kill()
+    process.wait()

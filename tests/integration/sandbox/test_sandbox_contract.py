@@ -10,14 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from shells import bash
 
 from verl_opsd.cooperbench.sandbox import bubblewrap, host
 from verl_opsd.cooperbench.sandbox.host import STATE_ROOT, processes_of
 from verl_opsd.errors import InfraFault, OpsdError
-
-
-def bash(sandbox, script: str, timeout_s: float = 20, **options):
-    return sandbox.run(["bash", "-c", script], timeout_s=timeout_s, **options)
 
 
 def host_processes_with(marker: str) -> list[int]:
