@@ -1,8 +1,9 @@
-"""Keys of verl's own losses, advantages and older trainer, which distillation reads nowhere: a value other than the recipe's is refused."""
+"""Keys of verl that distillation, or a warm start, reads nowhere: a value other than the recipe's is refused."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -38,25 +39,47 @@ IGNORED = {
     "algorithm.kl_ctrl": _KL,
     "algorithm.rollout_correction": _RATIO,
 }
+_STORED = "rows are stored ids and masks, trained on whole; `opsd corpus render` makes them of text"
+_DRAWN = "rows follow the schedule of opsd.phases, the same number on every rank"
+#: The same for a warm start.
+IGNORED_BY_WARM_START = {
+    "data.messages_key": _STORED,
+    "data.tools_key": _STORED,
+    "data.enable_thinking_key": _STORED,
+    "data.enable_thinking_default": _STORED,
+    "data.apply_chat_template_kwargs": _STORED,
+    "data.ignore_input_ids_mismatch": _STORED,
+    "data.max_length": _STORED,
+    "data.truncation": _STORED,
+    "data.use_shm": "rows are read from the corpus' own folder; leave it out",
+    "data.balance_dp_token": _DRAWN,
+    "trainer.balance_batch": _DRAWN,
+    "trainer.seed": "set opsd.seed (the order of rows), and engine.seed (an adapter's first weights)",
+}
 #: What the recipes set, since verl wants a value that goes without a critic and without old log-probabilities.
 RECIPE = {"algorithm.adv_estimator": "grpo", "algorithm.rollout_correction.bypass_mode": True}
 
 
-def check_ignored(config: DictConfig) -> None:
-    """Compares the keys of :data:`IGNORED` with verl's defaults.
+def check_ignored(config: DictConfig, ignored: Mapping[str, str] = IGNORED, reference: Mapping[str, Any] | None = None) -> None:
+    """Compares keys that nothing reads with verl's defaults.
+
+    Args:
+        ignored: key -> what does the thing here.
+        reference: the defaults; None: of the PPO trainer.
 
     Raises:
-        OpsdError: one has another value; names what does the thing here.
+        OpsdError: one has another value.
     """
-    for key, way_out in IGNORED.items():
+    reference = listed_keys() if reference is None else reference
+    for key, way_out in ignored.items():
         below = OmegaConf.select(config, key)
         given = leaves(OmegaConf.to_container(below, resolve=True) if isinstance(below, DictConfig) else below, key)
-        usual = leaves(functools.reduce(lambda node, name: node[name], key.split("."), listed_keys()), key)
+        usual = leaves(functools.reduce(lambda node, name: node[name], key.split("."), reference), key)
         for name, value in given.items():
             expected: Any = RECIPE.get(name, usual.get(name))
             if value != expected:
                 raise OpsdError(
                     f"{name}={value}",
-                    f"distillation reads it nowhere; it would be ignored in silence (usual value {expected})",
+                    f"this recipe reads it nowhere; it would be ignored in silence (usual value {expected})",
                     way_out,
                 )

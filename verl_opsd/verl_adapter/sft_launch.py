@@ -28,6 +28,7 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir, file_hash, write_json
 from verl_opsd.verl_adapter.callback import refusing
 from verl_opsd.verl_adapter.choices import check_choices, require_command
+from verl_opsd.verl_adapter.ignored import IGNORED_BY_WARM_START, check_ignored
 from verl_opsd.verl_adapter.keys import ATTENTIONS, check_keys, check_texts
 from verl_opsd.verl_adapter.place import Found, require_writable
 
@@ -156,7 +157,7 @@ def parse(config: DictConfig) -> WarmStartConfig:
             "set the weights of opsd.phases",
         ),
         (
-            not all(isinstance(f, int) for f in frequencies),
+            not all(type(f) is int and f for f in frequencies),
             f"trainer.save_freq, test_freq = {frequencies}",
             "both are numbers of steps",
             "give numbers; -1 saves and validates after the last step only",
@@ -172,6 +173,7 @@ def parse(config: DictConfig) -> WarmStartConfig:
         if broken:
             raise OpsdError(what, rule, way_out)
     check_texts(config, _reference())
+    check_ignored(config, IGNORED_BY_WARM_START, _reference())
     return opsd
 
 
@@ -196,8 +198,11 @@ def prepare(config: DictConfig, run: RunDir, ranks: int) -> dict[str, Any]:
         OpsdError: a corpus that fails a gate or has changed, corpora of two tokenizers or contracts, rows longer than a pass, or a batch
             that the ranks can't share.
     """
+    from verl_opsd.verl_adapter.requirements import check_model_path, ensure_embedded
+
     opsd = parse(config)
-    _model(opsd, str(config.model.path))
+    ensure_embedded(opsd.student)
+    check_model_path(str(config.model.path), "model.path")
     folders = {name: Path(path).expanduser().resolve() for name, path in opsd.corpora.items()}
     manifests = {name: read_manifest(path) for name, path in folders.items()}
     tokenizer = _same_corpora(folders, manifests, str(config.model.path))
@@ -241,13 +246,6 @@ def prepare(config: DictConfig, run: RunDir, ranks: int) -> dict[str, Any]:
         "longest": longest,
         "corpora": {n: {"path": str(p), "manifest": file_hash(p / "corpus.json")} for n, p in folders.items()},
     }
-
-
-def _model(opsd: WarmStartConfig, path: str) -> None:
-    from verl_opsd.verl_adapter.requirements import check_model_path, ensure_embedded
-
-    ensure_embedded(opsd.student)
-    check_model_path(path, "model.path")
 
 
 def _same_corpora(folders: dict[str, Path], manifests: dict[str, dict[str, Any]], model: str) -> str:
@@ -405,7 +403,11 @@ class WarmStartCallback(Callback):
             f"the longest row has {found['longest']} tokens",
             flush=True,
         )
-        _join_losses(run, aside=True)
+        if continued:
+            _join_losses(run, aside=True)
+        else:  # it starts at step 1; losses of a start that left no checkpoint are no part of it
+            for name in ("metrics.jsonl", "metrics.earlier.jsonl"):
+                (run.path / name).unlink(missing_ok=True)
         write_json(run.path / "data" / "start.json", {"start": os.environ["OPSD_START"]})
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:

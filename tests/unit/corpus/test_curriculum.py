@@ -40,6 +40,27 @@ def test_the_order_follows_the_seed_alone():
     assert schedule(*args, seed=3) == schedule(*args, seed=3) != schedule(*args, seed=4)
 
 
+def test_a_weight_above_1_draws_its_fraction_beside_whole_passes():
+    out = Counter(schedule({"a": 4}, [Phase({"a": 1.5})], batch=1, seed=0))
+    assert sorted(out.values()) == [1, 1, 2, 2] and sorted(out) == [("a", i) for i in range(4)]
+
+
+def test_a_fraction_is_to_the_nearest_row():
+    assert len(schedule({"a": 5}, [Phase({"a": 0.75})], batch=1, seed=0)) == 4
+    assert len(schedule({"a": 5}, [Phase({"a": 0.25})], batch=1, seed=0)) == 1
+
+
+def test_phases_over_the_same_rows_go_through_them_in_orders_of_their_own():
+    out = schedule({"a": 50}, [Phase({"a": 1.0}), Phase({"a": 1.0})], batch=5, seed=0)
+    assert sorted(out[:50]) == sorted(out[50:]) and out[:50] != out[50:]
+
+
+def test_the_order_in_which_buckets_are_named_changes_nothing():
+    sizes = {"a": 5, "b": 7}
+    one, other = ([Phase({name: 0.6 for name in names})] for names in ("ab", "ba"))
+    assert schedule(sizes, one, batch=2, seed=0) == schedule(sizes, other, batch=2, seed=0)
+
+
 @pytest.mark.parametrize(
     ("sizes", "phases", "what"),
     [

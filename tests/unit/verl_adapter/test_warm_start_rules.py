@@ -1,0 +1,157 @@
+# ruff: noqa: F811
+"""The border of each rule of a warm start: keys, several corpora, lengths, ranks, and what continues a run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from test_warm_start import compose, make_corpus, prepare, row, run  # noqa: F401
+from transformers import AutoTokenizer
+
+from verl_opsd.contract import EvalContract
+from verl_opsd.errors import OpsdError
+from verl_opsd.models.tiny import WARM
+from verl_opsd.rundir import RunDir, write_json
+from verl_opsd.teachers.cache import tokenizer_hash
+from verl_opsd.verl_adapter.sft_data import CorpusDataset
+from verl_opsd.verl_adapter.sft_launch import WarmStartCallback, parse
+
+
+@pytest.fixture(scope="module")
+def plain(compose) -> Any:
+    return compose("corpus=C")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        ("trainer.save_freq", 0, "save_freq, test_freq = "),
+        ("trainer.test_freq", 0, "save_freq, test_freq = "),
+        ("trainer.test_freq", True, "save_freq, test_freq = "),
+        ("trainer.test_freq", "after_each_epoch", "save_freq, test_freq = "),
+        ("trainer.total_training_steps", 5, "total_training_steps=5"),
+        ("data.val_files", "/x.json", "val_files=/x.json"),
+        ("data.val_max_samples", 2, "val_max_samples=2"),
+        ("data.custom_cls.path", "pkg://mine", "pkg://mine"),
+        ("opsd.sft.anchor", float("inf"), "opsd.sft.anchor=inf"),
+        ("opsd.sft.anchor", float("nan"), "opsd.sft.anchor=nan"),
+        ("engine.sft", {"chunk": 256, "gate": None, "anchor": 0.5}, "the loss is opsd.sft"),
+        ("trainer.seed", 7, r"trainer.seed=7\n(.|\n)*set opsd.seed"),
+        ("trainer.balance_batch", False, "trainer.balance_batch=False"),
+        ("data.max_length", 512, r"data.max_length=512\n(.|\n)*trained on whole"),
+        ("data.truncation", "right", "data.truncation=right"),
+        ("data.messages_key", "chat", "data.messages_key=chat"),
+        ("data.tools_key", "functions", "data.tools_key=functions"),
+        ("data.enable_thinking_key", "think", "data.enable_thinking_key=think"),
+        ("data.enable_thinking_default", True, "data.enable_thinking_default=True"),
+        ("data.apply_chat_template_kwargs", {"enable_thinking": False}, "apply_chat_template_kwargs.enable_thinking=False"),
+        ("data.ignore_input_ids_mismatch", True, "data.ignore_input_ids_mismatch=True"),
+        ("data.use_shm", True, "data.use_shm=True"),
+        ("data.balance_dp_token", True, "data.balance_dp_token=True"),
+    ],
+)
+def test_a_key_that_nothing_reads_or_that_cannot_be_is_refused(key, value, what, plain, monkeypatch):
+    monkeypatch.setenv("OPSD_RUN_DIR", str(plain.data.train_files).removesuffix("/data/train.json"))
+    config = plain.copy()
+    OmegaConf.update(config, key, value, force_add=True)
+    with pytest.raises(OpsdError, match=what):
+        parse(config)
+    parse(plain)
+
+
+def test_every_corpus_gives_its_held_out_rows_and_the_longest_counts(compose, run, tmp_path):
+    a, b = make_corpus(tmp_path / "a", [10, 20], [12]), make_corpus(tmp_path / "b", [11, 12, 13], [50, 15])
+    words = ["curriculum=two_phase", f"corpus={a}", f"corpus_b={b}", "data.use_dynamic_bsz=true"]
+    found = prepare(compose(*words, "data.max_token_len_per_gpu=50"), run)
+    held = json.loads((run.path / "data" / "validation.json").read_text())
+    assert held["entries"] == [["a", 0], ["b", 0], ["b", 1], ["", -1]]
+    assert (found["validation_rows"], found["longest"]) == (3, 50)
+    with pytest.raises(OpsdError, match="a row of 50 tokens"):
+        prepare(compose(*words, "data.max_token_len_per_gpu=49"), run)
+    split = "engine.ulysses_sequence_parallel_size=2"  # two ranks hold half of a sequence each
+    assert prepare(compose(*words, "data.max_token_len_per_gpu=25", split), run, ranks=2)["longest"] == 50
+
+
+def test_a_row_that_the_model_has_no_positions_for_is_refused(compose, run, tmp_path):
+    most = json.loads((WARM / "config.json").read_text())["max_position_embeddings"]
+    fits, over = (make_corpus(tmp_path / str(n), [n], []) for n in (most, most + 1))
+    assert prepare(compose(f"corpus={fits}"), run)["longest"] == most
+    with pytest.raises(OpsdError, match=f"a row of {most + 1} tokens; the model has {most} positions"):
+        prepare(compose(f"corpus={over}"), run)
+
+
+def test_ranks_that_share_a_sequence_share_a_row(compose, run, tmp_path):
+    corpus = make_corpus(tmp_path / "corpus", [10, 20, 30], [])
+    split = "engine.ulysses_sequence_parallel_size=2"
+    assert prepare(compose(f"corpus={corpus}", split), run, ranks=4)["steps"] == 5  # 9 rows, 2 a step
+    with pytest.raises(OpsdError, match="train_batch_size=1 on 4 ranks, 2 of which"):
+        prepare(compose(f"corpus={corpus}", split, "data.train_batch_size=1"), run, ranks=4)
+
+
+def test_corpora_of_two_contracts_are_refused(compose, run, tmp_path):
+    """Which tasks a corpus is of may differ; nothing else."""
+    made = {
+        name: make_corpus(tmp_path / name, [10], [], contract=contract.as_dict(), contract_hashes=[contract.hash])
+        for name, contract in {
+            "a": EvalContract(),
+            "b": EvalContract(subset_hash="other", dataset_hash="other"),
+            "c": EvalContract(step_limit=7),
+        }.items()
+    }
+    words = ["curriculum=two_phase", f"corpus={made['a']}"]
+    assert prepare(compose(*words, f"corpus_b={made['b']}"), run)["rows"] == 4
+    with pytest.raises(OpsdError, match="step_limit"):
+        prepare(compose(*words, f"corpus_b={made['c']}"), run)
+
+
+def test_the_seed_is_that_of_the_order(compose, run, tmp_path):
+    corpus = make_corpus(tmp_path / "corpus", [10 + i for i in range(12)], [])
+    orders = []
+    for seed in (0, 0, 1):
+        prepare(compose(f"corpus={corpus}", f"opsd.seed={seed}"), run)
+        orders.append(json.loads((run.path / "data" / "train.json").read_text())["entries"])
+    assert orders[0] == orders[1] != orders[2] and sorted(orders[0]) == sorted(orders[2])
+
+
+def test_rows_that_verl_does_not_shuffle_come_in_order_each_from_its_own_bucket(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(WARM)
+    folders = {"a": make_corpus(tmp_path / "a", [10, 20], []), "b": make_corpus(tmp_path / "b", [11, 12, 13], [])}
+    entries = [["b", 2], ["a", 1], ["", -1], ["b", 0], ["a", 0]]
+    files = {k: str(v / "train.parquet") for k, v in folders.items()}
+    write_json(
+        tmp_path / "s.json", {"tokenizer": tokenizer_hash(tokenizer), "files": files, "entries": entries, "shuffled": False}
+    )
+    data = CorpusDataset(str(tmp_path / "s.json"), tokenizer)
+    got = [data[i]["input_ids"].tolist() for i in range(len(data))]
+    ids = [row(500 + i, n).input_ids.tolist() for i, n in ((2, 13), (1, 20), (0, 11), (0, 10))]
+    assert got == [*ids[:2], [tokenizer.eos_token_id] * 2, *ids[2:]]
+
+
+def start(config: Any, run: RunDir) -> None:
+    WarmStartCallback()._start(config, run, 1)
+
+
+def test_a_start_that_left_no_checkpoint_binds_nothing(compose, run, tmp_path, monkeypatch):
+    """Other settings and other rows are a run from step 1, and losses of the earlier start are no part of it."""
+    monkeypatch.setenv("OPSD_START", "then")
+    words = [f"corpus={make_corpus(tmp_path / 'corpus', [10, 20, 30, 40], [])}"]
+    start(compose(*words), run)
+    for name in ("metrics.jsonl", "metrics.earlier.jsonl"):
+        (run.path / name).write_text('{"step":9,"data":{"train/loss":9.0}}\n')
+    start(compose(*words, "optim.lr=1e-4", "opsd.seed=3"), run)
+    assert not list(run.path.glob("metrics*"))
+    assert json.loads((run.path / "meta.json").read_text())["config"]["optim"]["lr"] == 1e-4
+
+
+def test_checkpoints_are_continued_on_the_rows_that_were_held_out(compose, run, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPSD_START", "then")
+    a = make_corpus(tmp_path / "corpus", [10, 20], [12])
+    start(compose(f"corpus={a}"), run)
+    (run.path / "checkpoints" / "global_step_2").mkdir(parents=True)
+    a.rename(tmp_path / "old")
+    make_corpus(a, [10, 20], [13])
+    with pytest.raises(OpsdError, match=r"another schedule \(\['validation'\]\)"):
+        start(compose(f"corpus={a}"), run)
