@@ -6,6 +6,7 @@ python sft_ranks.py RANK WORLD PORT MODELS OUT
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from datetime import timedelta
@@ -135,7 +136,20 @@ def anchored(lora: bool) -> dict[str, Any]:
     base = reference_model(f"{MODELS}/tied", False) if lora else plain(engine, "tied", False)
     with engine.train_mode():
         engine.train_batch(batch(own_rows(), True, 1, False), LOSS)
-    return distance(step(engine), by_hand(plain(engine, "tied", lora), gate=GATE, base=base))
+    now = plain(engine, "tied", lora)
+    held = {"validation": validated(engine), "validation_want": by_hand(now, gate=GATE)["loss"]}
+    return distance(step(engine), by_hand(now, gate=GATE, base=base)) | held
+
+
+def validated(engine: Any) -> float:
+    """The loss that verl's validation gets, mean over ranks."""
+    data = batch(own_rows(), True, 1, True)
+    tu.assign_non_tensor(data, compute_loss=True)
+    with engine.eval_mode():
+        inferred = engine.infer_batch(data, loss_function=LOSS)
+    total = torch.tensor(sum(inferred["loss"]), dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / WORLD
 
 
 def resumed() -> dict[str, Any]:
@@ -165,6 +179,10 @@ def measure() -> dict[str, Any]:
             }.items():
                 out[f"{model}-{'lora' if lora else 'full'}-{name}"] = distance(step(engine, **how), want)
             out[f"{model}-{'lora' if lora else 'full'}-shares"] = engine.shares_forwards()
+            if model == "hybrid" and not lora:  # as if its kernels were missing
+                engine.layout_error, before = math.inf, engine.forwards
+                apart = distance(step(engine, micro=len(rows()) // WORLD, dynamic=True), want)
+                out["apart"] = apart | {"forwards": engine.forwards - before}
         engine = build(model, False, packed=False)
         out[f"{model}-padded"] = distance(step(engine, packed=False, micro=1), want=by_hand(plain(engine, model, False)))
     verls = build("tied", False, vendor="opsd")
@@ -177,11 +195,7 @@ def measure() -> dict[str, Any]:
         out[f"anchor-{'lora' if lora else 'full'}"] = anchored(lora)
     out["anchor-resumed"] = resumed()
     engine = build("tied", False)
-    with engine.eval_mode():
-        data = batch(rows(), True, 1, True)
-        tu.assign_non_tensor(data, compute_loss=True)
-        inferred = engine.infer_batch(data, loss_function=LOSS)
-    out["validation"] = {"loss": sum(inferred["loss"]), "want": by_hand(plain(engine, "tied", False))["loss"]}
+    out["validation"] = {"loss": validated(engine), "want": by_hand(plain(engine, "tied", False))["loss"]}
     bad = rows()
     bad[0]["loss_mask"][0] = 1
     out["first"] = refusal(lambda: engine.forward_backward_batch(batch(bad, True, 1, False), LOSS))
