@@ -79,6 +79,21 @@ def listed_keys() -> dict[Any, Any]:
     return dict(_raw(OmegaConf.create(listed.read_text())))
 
 
+@functools.cache
+def warm_start_keys() -> dict[Any, Any]:
+    """verl's whole configuration of its SFT trainer, as its files say."""
+    root = importlib.resources.files("verl.trainer.config")
+    main: Any = OmegaConf.to_container(OmegaConf.create((root / "sft_trainer_engine.yaml").read_text()))
+    defaults = main.pop("defaults")
+    for entry in defaults:
+        if isinstance(entry, dict):
+            ((group, name),) = entry.items()
+            folder, _, key = group.partition("@")
+            main[key] = OmegaConf.to_container(OmegaConf.create((root / folder / f"{name}.yaml").read_text()))
+            main[key].pop("defaults", None)
+    return main
+
+
 def leaves(value: Any, where: str) -> dict[str, Any]:
     """Values by dotted key, of everything below ``where``; "": the top."""
     if not isinstance(value, dict):

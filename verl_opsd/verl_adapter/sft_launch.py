@@ -5,7 +5,6 @@ Under torchrun every rank comes here; rank 0 writes, the others wait for what it
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import math
 import os
@@ -29,7 +28,7 @@ from verl_opsd.rundir import RunDir, file_hash, write_json
 from verl_opsd.verl_adapter.callback import refusing
 from verl_opsd.verl_adapter.choices import check_choices, require_command
 from verl_opsd.verl_adapter.ignored import IGNORED_BY_WARM_START, check_ignored
-from verl_opsd.verl_adapter.keys import ATTENTIONS, check_keys, check_texts
+from verl_opsd.verl_adapter.keys import ATTENTIONS, check_keys, check_texts, warm_start_keys
 from verl_opsd.verl_adapter.place import Found, require_writable
 
 #: Seconds that ranks wait for rank 0's files.
@@ -98,10 +97,12 @@ def parse(config: DictConfig) -> WarmStartConfig:
         raise OpsdError(
             f"{', '.join(missing)} not set", "there is no default", "give KEY=FOLDER, a folder of `opsd corpus build`"
         )
-    check_keys(config, _reference())
+    check_keys(config, warm_start_keys())
     opsd: WarmStartConfig = build_section(WarmStartConfig, OmegaConf.to_container(config.opsd, resolve=True), "opsd")
-    sft, trainer, data = opsd.sft, config.trainer, config.data
+    sft, trainer, data, saved = opsd.sft, config.trainer, config.data, config.checkpoint
     files = tuple(str(RunDir.from_env().path / "data" / f"{k}.json") for k in ("train", "validation"))
+    checkpoints = str(RunDir.from_env().path / "checkpoints")
+    missing_state = [k for k in ("model", "optimizer", "extra") if k not in saved.save_contents or k not in saved.load_contents]
     frequencies = (trainer.save_freq, trainer.test_freq)
     attention = OmegaConf.select(config, "model.override_config.attn_implementation")
     rules = [
@@ -163,6 +164,19 @@ def parse(config: DictConfig) -> WarmStartConfig:
             "give numbers; -1 saves and validates after the last step only",
         ),
         (
+            (trainer.resume_mode, trainer.resume_from_path, trainer.default_local_dir) != ("auto", None, checkpoints),
+            f"trainer.resume_mode={trainer.resume_mode} resume_from_path={trainer.resume_from_path} default_local_dir="
+            f"{trainer.default_local_dir}",
+            "a run goes on from its own last checkpoint, under the settings and on the rows that made it",
+            "leave these keys out; hydra.run.dir names the run, and model.path a model to start from",
+        ),
+        (
+            trainer.save_freq != -1 and bool(missing_state),
+            f"checkpoint.save_contents and load_contents without {', '.join(missing_state)}",
+            "a run goes on as if it had not been stopped, so that its checkpoints hold all of its state",
+            "leave them out, or save after the last step only (trainer.save_freq=-1)",
+        ),
+        (
             config.model.use_fused_kernels,
             "model.use_fused_kernels=true",
             "fused kernels bypass the vocabulary head",
@@ -172,23 +186,9 @@ def parse(config: DictConfig) -> WarmStartConfig:
     for broken, what, rule, way_out in rules:
         if broken:
             raise OpsdError(what, rule, way_out)
-    check_texts(config, _reference())
-    check_ignored(config, IGNORED_BY_WARM_START, _reference())
+    check_texts(config, warm_start_keys())
+    check_ignored(config, IGNORED_BY_WARM_START, warm_start_keys())
     return opsd
-
-
-def _reference() -> dict[str, Any]:
-    """verl's whole configuration of its SFT trainer, as its files say."""
-    root = importlib.resources.files("verl.trainer.config")
-    main: Any = OmegaConf.to_container(OmegaConf.create((root / "sft_trainer_engine.yaml").read_text()))
-    defaults = main.pop("defaults")
-    for entry in defaults:
-        if isinstance(entry, dict):
-            ((group, name),) = entry.items()
-            folder, _, key = group.partition("@")
-            main[key] = OmegaConf.to_container(OmegaConf.create((root / folder / f"{name}.yaml").read_text()))
-            main[key].pop("defaults", None)
-    return main
 
 
 def prepare(config: DictConfig, run: RunDir, ranks: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from verl_opsd.verl_adapter.sft_launch import WarmStartCallback, parse
 
 @pytest.fixture(scope="module")
 def plain(compose) -> Any:
-    return compose("corpus=C")
+    return compose("corpus=C", "trainer.save_freq=2")
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,11 @@ def plain(compose) -> Any:
         ("opsd.sft.anchor", float("inf"), "opsd.sft.anchor=inf"),
         ("opsd.sft.anchor", float("nan"), "opsd.sft.anchor=nan"),
         ("engine.sft", {"chunk": 256, "gate": None, "anchor": 0.5}, "the loss is opsd.sft"),
+        ("trainer.resume_mode", "disable", "resume_mode=disable"),
+        ("trainer.resume_mode", "bogus", "resume_mode=bogus"),
+        ("trainer.resume_from_path", "/other/global_step_2", "resume_from_path=/other/global_step_2"),
+        ("trainer.default_local_dir", "/elsewhere", "default_local_dir=/elsewhere"),
+        ("checkpoint.load_contents", ["model", "optimizer"], "without extra"),
         ("trainer.seed", 7, r"trainer.seed=7\n(.|\n)*set opsd.seed"),
         ("trainer.balance_batch", False, "trainer.balance_batch=False"),
         ("data.max_length", 512, r"data.max_length=512\n(.|\n)*trained on whole"),
@@ -60,6 +65,13 @@ def test_a_key_that_nothing_reads_or_that_cannot_be_is_refused(key, value, what,
     with pytest.raises(OpsdError, match=what):
         parse(config)
     parse(plain)
+
+
+def test_checkpoints_that_a_run_goes_on_from_hold_all_of_its_state(compose, run):
+    words = ["corpus=C", "checkpoint.save_contents=[model]"]
+    with pytest.raises(OpsdError, match="without optimizer, extra"):
+        parse(compose(*words, "trainer.save_freq=2"))
+    parse(compose(*words, "trainer.save_freq=-1"))
 
 
 def test_every_corpus_gives_its_held_out_rows_and_the_longest_counts(compose, run, tmp_path):
