@@ -230,6 +230,12 @@ def kept_reference(student: Any, rows: list[dict]) -> tuple[dict, OpsdLoss]:
     return eager(student, None, want_rows, True), loss
 
 
+def kept_record(got: dict) -> dict:
+    """What a step reports of each position, added up: the kept coefficients, 1 of a mean, and the loss."""
+    coef, weight, divergence = (torch.tensor(got[k], dtype=torch.float64) for k in ("coef", "weight", "divergence"))
+    return {"kept": float((coef * weight).sum()), "reported": float((coef * weight * divergence).sum())}
+
+
 def case_kept() -> dict:
     """Threshold at current weights over the kept positions: one division a step, whatever the micro-batches."""
     engine = build("untied")
@@ -239,7 +245,8 @@ def case_kept() -> dict:
     want, loss = kept_reference(student, rows)
     out = {}
     for name, settings in (("micro1", dict(micro=1)), ("micro2", dict(micro=2)), ("dynamic", dict(dynamic=True))):
-        out[name] = compare(one_step(engine, batch(mine(rows), **settings), loss), want, ordered=name != "dynamic")
+        got = one_step(engine, batch(mine(rows), **settings), loss, values=("coef", "weight"))
+        out[name] = compare(got, want, ordered=name != "dynamic") | kept_record(got)
     nothing = OpsdLoss(spec=LossSpec(weights=(Threshold(1e6),)), chunk=5, divide_by_kept=True)
     out["nothing"] = gathered(refusal(lambda: one_step(engine, batch(mine(rows)), nothing)))
     return out

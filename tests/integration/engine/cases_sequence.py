@@ -90,6 +90,10 @@ def case_sequence_parallel() -> dict:
     out["reward"] = compare(_step(engine, rewarded, rewarded_rows(), micro=1), reward_reference(student, rewarded_rows()))
     positions = gathered(int(engine.mine_N.sum()))
     out["split"] = {"each": positions, "all": len(engine.mine_N)}
+    hybrid = build("hybrid", attention="ulysses_sdpa", ulysses_sequence_parallel_size=WORLD)
+    student = reference_model(f"{MODELS}/hybrid", True)
+    copy_into(student, hybrid)
+    out["hybrid"] = compare(_step(hybrid, ADAPTER, all_rows(), micro=2), eager(student, None, all_rows(), True))
     for name, shift in (("identity", 0), ("shifted", 1)):
         out[name] = means(checks.control(engine, batch(_rows()), ADAPTER, "own", shift)["value_divergence"])
     return out

@@ -124,6 +124,8 @@ def test_mean_over_kept_positions_is_divided_once_a_step(measured: Any, world: i
     found = measured(world, "kept")
     for name in ("micro1", "micro2", "dynamic"):
         assert found[name]["loss"] < 1e-5 and found[name]["grad"] < GRADIENT and found[name]["missing"] == [], name
+        assert found[name]["kept"] == pytest.approx(1, abs=1e-5), name  # a mean's weights
+        assert found[name]["reported"] == pytest.approx(found[name]["loss_value"], abs=1e-5), name
     assert len(found["nothing"]) == world and all("no position" in m for m in found["nothing"])
 
 
@@ -165,6 +167,13 @@ def test_every_term_of_the_loss_is_right_under_sequence_parallelism(measured: An
     """The whole gradient, tensor by tensor, against full logits of the unsharded model."""
     found = measured(2, "sequence_parallel")[term]
     assert found["missing"] == [] and found["loss"] < 1e-5 and found["grad"] < GRADIENT
+
+
+def test_gated_linear_attention_is_right_under_sequence_parallelism(measured: Any) -> None:
+    """Two packed rows a forward: the state and its gradient cross the ranks' slices, and not the rows."""
+    found = measured(2, "sequence_parallel")["hybrid"]
+    assert found["missing"] == [] and found["mean"] > 0.1
+    assert found["loss"] < 1e-5 and found["divergence"] < 1e-5 and found["grad"] < GRADIENT, found
 
 
 def test_identity_control_is_zero_under_sequence_parallelism(measured: Any) -> None:
