@@ -6,7 +6,6 @@ Under torchrun every rank comes here; rank 0 writes, the others wait for what it
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -114,7 +113,7 @@ def parse(config: DictConfig) -> WarmStartConfig:
         ),
         (sft.chunk < 1, f"opsd.sft.chunk={sft.chunk}", "a chunk holds at least one loss position", "raise it"),
         (
-            not 0 <= sft.anchor < math.inf,
+            sft.anchor < 0,
             f"opsd.sft.anchor={sft.anchor}",
             "the weight of a divergence is a number from 0 on",
             "0 leaves the anchor out",
