@@ -31,12 +31,17 @@ class Interrupt(Exception):
     """Raised in the middle of a scoring pass."""
 
 
-def _interrupted(engine: OpsdEngine, data: Any, loss: OpsdLoss) -> bool:
-    """Every rank fails in its second forward, inside the model."""
-    calls, layer = [0], engine.module.get_submodule(next(n for n, _ in engine.module.named_modules() if n.endswith("layers.1")))
+def _interrupted(engine: OpsdEngine, data: Any, loss: OpsdLoss) -> tuple[bool, bool]:
+    """Every rank fails in its second forward, inside the model: whether it did, and whether dropout or gradients were on there."""
+    calls, training, layer = (
+        [0],
+        [True],
+        engine.module.get_submodule(next(n for n, _ in engine.module.named_modules() if n.endswith("layers.1"))),
+    )
 
     def hook(*_: Any) -> None:
         calls[0] += 1
+        training[0] = torch.is_grad_enabled() or any(m.training for m in engine.module.modules())
         if calls[0] == 2:
             raise Interrupt
 
@@ -44,10 +49,10 @@ def _interrupted(engine: OpsdEngine, data: Any, loss: OpsdLoss) -> bool:
     try:
         engine.score(data, loss)
     except Interrupt:
-        return True
+        return True, training[0]
     finally:
         handle.remove()
-    return False
+    return False, training[0]
 
 
 def case_state() -> dict:
@@ -90,9 +95,10 @@ def case_state() -> dict:
         modules[5].eval()
         if layers:
             layers[1]._disable_adapters = True
-        interrupted = _interrupted(engine, data, loss)
+        interrupted, training = _interrupted(engine, data, loss)
         broken = _state(engine) == state and all(torch.equal(a, b) for a, b in zip(bits, shards, strict=True))
         out[name] = {"teacher_unmoved": same, "after": after, "interrupted": interrupted, "after_error": broken, "norms": norms}
+        out[name]["training"] = training
     return out
 
 

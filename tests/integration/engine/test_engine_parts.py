@@ -102,6 +102,7 @@ def test_scoring_leaves_no_trace(measured: Any, world: int, setting: str) -> Non
     found = measured(world, "state")[setting]
     assert found["teacher_unmoved"] == 0  # the trained weights moved in between
     assert found["after"] and found["interrupted"] and found["after_error"]
+    assert not found["training"]  # while it scores, although the student was in training mode
     first, second = found["norms"]  # scored just now, and from a kept signal
     assert first > 1e-3 and first == pytest.approx(second, rel=1e-5)
 

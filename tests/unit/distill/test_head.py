@@ -382,6 +382,18 @@ def test_a_bf16_weights_gradient_is_summed_in_float32() -> None:
     torch.testing.assert_close(grad_weight(n, 1 / n), grad_weight(1, 1.0), rtol=2**-7, atol=0)
 
 
+def test_a_bf16_weights_gradient_loses_nothing_between_chunks() -> None:
+    """1 + 2^-10 of a position's gradient in one chunk, -1 of it in the next: 2^-10 is left, which bf16 products would have rounded away."""
+    head, x, _ = make(dtype=torch.bfloat16)
+
+    def grad_weight(*coef: float) -> torch.Tensor:
+        teacher = Signal(hidden_NH=torch.zeros(len(coef), H, dtype=torch.bfloat16), head_id="student")
+        index = torch.full((len(coef),), 3)
+        return run(head, x, HeadTask("loss", index, teacher=teacher, coef_N=torch.tensor(coef), chunk=2))[2].float()
+
+    torch.testing.assert_close(grad_weight(1, 2**-10, -1), grad_weight(1) / 1024, rtol=2**-7, atol=0)
+
+
 def test_positions_that_repeat_add_up() -> None:
     head, x, task = make(n=4, index_N=torch.tensor([2, 9, 2, 2]))
     want, want_gx, want_gw, *_ = expected(head, x, task)
