@@ -10,12 +10,14 @@ import pytest
 from omegaconf import OmegaConf
 from test_warm_start import compose, make_corpus, prepare, row, run  # noqa: F401
 from transformers import AutoTokenizer
+from verl.utils.config import omega_conf_to_dataclass
 
 from verl_opsd.contract import EvalContract
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import WARM
 from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.teachers.cache import tokenizer_hash
+from verl_opsd.verl_adapter.sft import SftEngine
 from verl_opsd.verl_adapter.sft_data import CorpusDataset
 from verl_opsd.verl_adapter.sft_launch import WarmStartCallback, parse
 
@@ -167,3 +169,15 @@ def test_checkpoints_are_continued_on_the_rows_that_were_held_out(compose, run, 
     make_corpus(a, [10, 20], [13])
     with pytest.raises(OpsdError, match=r"another schedule \(\['validation'\]\)"):
         start(compose(f"corpus={a}"), run)
+
+
+@pytest.mark.parametrize(("dynamic", "limits"), [(True, (77, float("inf"))), (False, (float("inf"), 3))])
+def test_the_anchors_forwards_hold_as_much_as_those_of_a_step(compose, dynamic, limits):
+    """The limits are verl's own keys of the data; the engine reads them from its configuration."""
+    config = compose(
+        "corpus=C", f"data.use_dynamic_bsz={dynamic}", "data.max_token_len_per_gpu=77", "data.micro_batch_size_per_gpu=3"
+    )
+    engine = SftEngine.__new__(SftEngine)
+    engine.engine_config = omega_conf_to_dataclass(config.engine)
+    engine.shares_forwards, engine.use_remove_padding = lambda: True, True  # type: ignore[method-assign]
+    assert engine._scoring_limits() == limits
