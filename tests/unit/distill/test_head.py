@@ -144,10 +144,12 @@ def test_no_position_keeps_the_graph_and_is_finite_when_hidden_states_are_not() 
 def test_install_refuses_what_it_cannot_compute() -> None:
     with pytest.raises(OpsdError, match="bias"):
         install_head(TinyLM(bias=True))
-    wrapped = TinyLM()
-    wrapped.lm_head = nn.Sequential(wrapped.lm_head)
-    with pytest.raises(OpsdError, match="before PEFT"):
-        install_head(wrapped)
+    quantised = type("Quantised", (nn.Linear,), {})  # what its forward does beside the product would be lost
+    for layer in (nn.Sequential(TinyLM().lm_head), quantised(H, V, bias=False)):
+        wrapped = TinyLM()
+        wrapped.lm_head = layer
+        with pytest.raises(OpsdError, match="before PEFT"):
+            install_head(wrapped)
 
 
 SPECS = [
