@@ -184,7 +184,9 @@ def measure() -> dict[str, Any]:
                 apart = distance(step(engine, micro=len(rows()) // WORLD, dynamic=True), want)
                 out["apart"] = apart | {"forwards": engine.forwards - before}
         engine = build(model, False, packed=False)
-        out[f"{model}-padded"] = distance(step(engine, packed=False, micro=1), want=by_hand(plain(engine, model, False)))
+        want = by_hand(plain(engine, model, False))
+        for name, micro in (("padded", 1), ("padded-together", len(rows()) // WORLD)):
+            out[f"{model}-{name}"] = distance(step(engine, packed=False, micro=micro), want)
     verls = build("tied", False, vendor="opsd")
     out["verls_own_path"] = distance(step(verls, temperature=1.0), by_hand(plain(verls, "tied", False)))
     one_turn = build("tied", False)
