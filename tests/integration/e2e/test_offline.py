@@ -74,12 +74,3 @@ def test_controls_publication_and_evaluation(job):
     assert all(g["value"] <= 1e-6 for g in published)
     assert {r["model_version"] for r in table(run, "turns", "eval")} == {1}
     assert report(run)["standings"]["eval"]["scored"] == 1
-
-
-def test_a_corpus_of_another_contract_is_refused_field_by_field(online, tmp_path):
-    job = run_trainer(tmp_path, "+recipe=opd_offline", f"corpus={online.directory}", *SHORT[1:], "opsd.contract.top_p=0.9")
-    assert job.returncode == 2 and job.all_left == []
-    assert (
-        "was made under another contract than this run (step_limit: 2 there, 4 here; top_p: 1.0 there, 0.9 here)" in job.output
-    )
-    assert list(job.directories) == [] and "ray init" not in job.output

@@ -22,6 +22,7 @@ def in_an_episode(job: Job) -> bool:
     return any("sleep 15" in line and p.is_running() for p, line in job.watch().items())
 
 
+@pytest.mark.slow
 def test_engine_that_dies_in_the_middle_of_an_episode(job: Callable[..., Job]):
     dies = {"agent1": [LOOK, {"fault": "die"}], "agent2": [LOOK, LOOK]}
     run = job({FIRST: dies, SECOND: dies}, "trainer.total_training_steps=1")

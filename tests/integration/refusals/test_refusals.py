@@ -241,14 +241,16 @@ def test_corpus_that_does_not_exist(refused, overrides, named):
 
 
 def test_corpus_of_another_contract(refused, tmp_path):
+    """Every field that differs is named, with both values."""
     from verl_opsd.contract import EvalContract
     from verl_opsd.rundir import RunDir, write_json
 
     corpus = RunDir(tmp_path / "corpus")
     corpus.episodes.mkdir(parents=True)
-    write_json(corpus.path / "contract.json", EvalContract(step_limit=77).as_dict())
+    write_json(corpus.path / "contract.json", EvalContract(step_limit=77, top_p=0.9).as_dict())
     text = refused(f"corpus={corpus.path}", recipe="opd_offline")
-    assert str(corpus.path) in text and "step_limit" in text and "77" in text
+    assert str(corpus.path) in text and "was made under another contract than this run (" in text
+    assert "step_limit: 77 there, 4 here" in text and "top_p: 0.9 there, 1.0 here" in text
 
 
 @pytest.fixture(scope="session")
