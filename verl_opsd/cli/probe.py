@@ -63,16 +63,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     why.set_defaults(func=show_why)
 
 
-def _open(args: argparse.Namespace) -> tuple[RunDir, dict[str, Any], Any, BriefChoice, DeviceTeacher, DeviceTeacher]:
+def _open(args: argparse.Namespace, meta: dict[str, Any]) -> tuple[Any, BriefChoice, DeviceTeacher, DeviceTeacher]:
     import torch
     from transformers import AutoTokenizer
 
     from verl_opsd.probe.states import BriefChoice
-    from verl_opsd.rundir import RunDir
     from verl_opsd.teachers.device import DeviceTeacher
 
-    run = RunDir(args.run)
-    meta = _meta(run)
     brief = meta["opsd"]["brief"]
     path, dtype = args.student or meta["student"], getattr(torch, args.dtype)
     _check_models(meta["student"], args.student, args.teacher, args.adapter)
@@ -88,7 +85,7 @@ def _open(args: argparse.Namespace) -> tuple[RunDir, dict[str, Any], Any, BriefC
         min(limits, default=None),
         brief.get("window_context"),
     )
-    return run, meta, AutoTokenizer.from_pretrained(path), choice, student, teacher
+    return AutoTokenizer.from_pretrained(path), choice, student, teacher
 
 
 def _count(text: str) -> int:
@@ -115,9 +112,7 @@ def _check_models(recorded: str, student: str | None, teacher: str | None, adapt
     Raises:
         OpsdError: a folder that is no model or adapter, another tokenizer, end of a turn or generation prefix, or another vocabulary.
     """
-    from transformers import AutoConfig
-
-    from verl_opsd.verl_adapter.requirements import check_model_path
+    from verl_opsd.verl_adapter.requirements import check_model_path, vocabulary_rows
     from verl_opsd.verl_adapter.teacher_checks import check_tokens
 
     for where, path in (("the run's student", recorded), ("--student", student), ("--teacher", teacher)):
@@ -130,7 +125,7 @@ def _check_models(recorded: str, student: str | None, teacher: str | None, adapt
     for where, path in (("--student", student), ("--teacher", teacher)):
         if path is not None:
             check_tokens(recorded, path, where)
-            rows = [AutoConfig.from_pretrained(p).get_text_config().vocab_size for p in (student or recorded, path)]
+            rows = [vocabulary_rows(p) for p in (student or recorded, path)]
             if rows[0] != rows[1]:
                 raise OpsdError(
                     f"{where}={path} with {rows[1]} vocabulary rows, the student has {rows[0]}",
@@ -182,11 +177,13 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
     from verl_opsd.teachers.fp8 import STATISTICS
 
     console = console or Console()
-    limits = thresholds(args.gates, _meta(RunDir(args.run)))  # what can be refused is refused before models are loaded
+    run = RunDir(args.run)
+    meta = _meta(run)
+    limits = thresholds(args.gates, meta)  # what can be refused is refused before models are loaded
     arms = args.arms or list(ARMS)
     if "brief" not in arms:
         raise OpsdError(f"arms {arms}", "the brief itself is always an arm", "add brief")
-    run, meta, tokenizer, choice, student, teacher = _open(args)
+    tokenizer, choice, student, teacher = _open(args, meta)
     dataset = meta["opsd"]["tasks"]["dataset"]
     found = read_branches(run, dataset, tokenizer, args.episodes, _hints(run))
     positions = min((n for n in (student.limits[0], teacher.limits[0]) if n is not None), default=None)
@@ -270,8 +267,11 @@ def show_why(args: argparse.Namespace, console: Console | None = None) -> int:
     """Prints, at the positions of one turn with the largest effect, the most probable tokens of all three."""
     from verl_opsd.probe.states import read_branches
     from verl_opsd.probe.why import why
+    from verl_opsd.rundir import RunDir
 
-    run, meta, tokenizer, choice, student, teacher = _open(args)
+    run = RunDir(args.run)
+    meta = _meta(run)
+    tokenizer, choice, student, teacher = _open(args, meta)
     branches = read_branches(run, meta["opsd"]["tasks"]["dataset"], tokenizer, hints=_hints(run))
     found = why(branches, args.episode, args.agent, args.turn, student, teacher, tokenizer, choice, args.placement, args.tokens)
     table = Table(

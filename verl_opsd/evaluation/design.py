@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Final
 
 import numpy as np
-from scipy import special
 
 from verl_opsd.errors import OpsdError
 
@@ -92,13 +91,6 @@ def noise_floor(reruns: Sequence[Rerun]) -> Floor:
     )
 
 
-def _chance(k: np.ndarray, n: np.ndarray | int, p: float) -> np.ndarray:
-    """Binomial probability of k of n, 0 where k > n. ``scipy.stats`` has it too, and is half a second to import."""
-    inside = np.minimum(k, n)
-    log = special.gammaln(n + 1.0) - special.gammaln(inside + 1.0) - special.gammaln(n - inside + 1.0)
-    return np.where(k <= n, np.exp(log + special.xlogy(inside, p) + special.xlog1py(n - inside, -p)), 0.0)
-
-
 @dataclass(frozen=True)
 class Design:
     """A comparison of two models on the same pairs.
@@ -155,20 +147,24 @@ class Design:
         return self._exact(moved) if self.seeds == 1 else self._simulated(moved)
 
     def _exact(self, moved: float) -> float:
+        from scipy.stats import binom  # half a second
+
         low, high = self.low, 1 - self.low
         gained = (1 - moved) * low * high + moved * high * high
         lost = (1 - moved) * low * high + moved * low * low
         if gained + lost == 0:
             return 0.0
         m, k = np.arange(self.pairs + 1)[:, None], np.arange(self.pairs + 1)[None, :]
-        found = np.where(self._rejects, _chance(k, m, gained / (gained + lost)), 0.0).sum(1)
-        return float(found @ _chance(m[:, 0], self.pairs, min(1.0, gained + lost)))
+        found = np.where(self._rejects, binom.pmf(k, m, gained / (gained + lost)), 0.0).sum(1)
+        return float(found @ binom.pmf(m[:, 0], self.pairs, min(1.0, gained + lost)))
 
     @cached_property
     def _rejects(self) -> np.ndarray:
         """Whether exact McNemar rejects, by pairs that differ and those of them that the model gained."""
+        from scipy.stats import binom  # half a second
+
         m, k = np.arange(self.pairs + 1)[:, None], np.arange(self.pairs + 1)[None, :]
-        return (k <= m) & (2 * special.bdtr(np.clip(np.minimum(k, m - k), 0, None), m, 0.5) <= self.alpha)
+        return (k <= m) & (2 * binom.cdf(np.minimum(k, m - k), m, 0.5) <= self.alpha)
 
     def _simulated(self, moved: float) -> float:
         uniform, flips = self._drawn

@@ -20,8 +20,8 @@ from verl_opsd.evaluation.shapes import Rate
 
 Floats = NDArray[np.float64]
 
-#: 0.975 quantile of the standard normal distribution, as scipy.stats gives it.
-_Z = 1.9599639845400545
+#: 0.975 quantile of the standard normal distribution.
+_Z = -float(special.ndtri(0.025))
 
 #: Sign flips or resamples where all of them are too many.
 RESAMPLES = 9999
@@ -56,8 +56,12 @@ def mcnemar(a: Sequence[bool], b: Sequence[bool]) -> float:
         OpsdError: the two have different lengths.
     """
     _same_length(a, b)
-    gained, lost = (sum(bool(x) < bool(y) for x, y in zip(*sides, strict=True)) for sides in ((a, b), (b, a)))
-    return min(1.0, 2 * float(special.bdtr(min(gained, lost), gained + lost, 0.5)))
+    from statsmodels.stats.contingency_tables import mcnemar as exact
+
+    table = [[0, 0], [0, 0]]
+    for x, y in zip(a, b, strict=True):
+        table[bool(x)][bool(y)] += 1
+    return float(exact(table, exact=True).pvalue)
 
 
 def permutation(a: Sequence[float], b: Sequence[float], rng: np.random.Generator) -> float:

@@ -155,12 +155,11 @@ def load_into(config: Any, weights: dict[str, Tensor], what: str) -> nn.Module:
     model = auto_class(config).from_config(config, dtype=torch.float32)
     result = _load(model, weights, what)
     ties = dict(getattr(model, "_tied_weights_keys", None) or {}) if config.get_text_config().tie_word_embeddings else {}
-    tied = set(ties)
     if apart := [
         k for k, other in ties.items() if k in weights and other in weights and not torch.equal(weights[k], weights[other])
     ]:
         raise OpsdError(f"{what}: {apart} tied to other weights", "guard keys: tied weights are one", "use another checkpoint")
-    _require_keys([k for k in result.missing_keys if k not in tied], result.unexpected_keys, what)
+    _require_keys([k for k in result.missing_keys if k not in ties], result.unexpected_keys, what)
     model.tie_weights()
     return model.eval()  # type: ignore[no-any-return]
 

@@ -171,15 +171,20 @@ def tokenizer_of(path: str) -> Any:
     return AutoTokenizer.from_pretrained(path)
 
 
+def vocabulary_rows(path: str) -> int:
+    """Rows of the vocabulary head of a model's text part."""
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(path).get_text_config().vocab_size)
+
+
 def check_support(opsd: OpsdConfig, student_path: str) -> None:
     """A choice among the most probable tokens leaves some out.
 
     Raises:
         OpsdError: ``top_k`` of the loss or of the contract is not below the vocabulary.
     """
-    from transformers import AutoConfig
-
-    size = int(AutoConfig.from_pretrained(student_path).get_text_config().vocab_size)
+    size = vocabulary_rows(student_path)
     for key, value in (("opsd.loss.top_k", opsd.loss.top_k), ("opsd.contract.top_k", opsd.contract.top_k)):
         if value is not None and value >= size:
             raise OpsdError(

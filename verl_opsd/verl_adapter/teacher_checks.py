@@ -9,7 +9,7 @@ from typing import Any
 from verl_opsd.config import OpsdConfig
 from verl_opsd.config.teacher import ModelTeacher
 from verl_opsd.errors import OpsdError
-from verl_opsd.verl_adapter.requirements import check_model_path, tokenizer_of
+from verl_opsd.verl_adapter.requirements import check_model_path, tokenizer_of, vocabulary_rows
 from verl_opsd.verl_adapter.routes import models_of
 
 _CHAT = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "yz"}]
@@ -32,10 +32,10 @@ def check_teachers(opsd: OpsdConfig, student_path: str) -> None:
         check_tokens(student_path, model.path, where)
         limit = _limit(opsd, name, model, student_path)
         context = opsd.contract.context_length
-        if _vocabulary(student_path) != _vocabulary(model.path) or (limit is not None and limit < context):
+        if vocabulary_rows(student_path) != vocabulary_rows(model.path) or (limit is not None and limit < context):
             raise OpsdError(
-                f"{where}.path={model.path} with {_vocabulary(model.path)} vocabulary rows and a context of {limit} tokens",
-                f"the student has {_vocabulary(student_path)} rows, and opsd.contract.context_length={context} tokens are scored",
+                f"{where}.path={model.path} with {vocabulary_rows(model.path)} vocabulary rows and a context of {limit} tokens",
+                f"the student has {vocabulary_rows(student_path)} rows, and opsd.contract.context_length={context} tokens are scored",
                 "choose a teacher of the student's family, or lower the context length",
             )
 
@@ -137,7 +137,7 @@ def teacher_positions(opsd: OpsdConfig, student_path: str) -> int | None:
 def _limit(opsd: OpsdConfig, name: str, model: ModelTeacher, student_path: str) -> int | None:
     """Tokens of a view that one teacher takes: what its config says, and what its server says."""
     assert model.path is not None
-    served = server_length(opsd, name, model, _vocabulary(student_path)) if model.kind == "server" else None
+    served = server_length(opsd, name, model, vocabulary_rows(student_path)) if model.kind == "server" else None
     return min((n for n in (_positions(model.path), served) if n is not None), default=None)
 
 
@@ -145,12 +145,6 @@ def _positions(path: str) -> int | None:
     from verl_opsd.verl_adapter.brief_checks import positions_of
 
     return positions_of(path)
-
-
-def _vocabulary(path: str) -> int:
-    from transformers import AutoConfig
-
-    return int(AutoConfig.from_pretrained(path).get_text_config().vocab_size)
 
 
 def _stops(path: str) -> list[int] | None:

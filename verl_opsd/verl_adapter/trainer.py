@@ -20,7 +20,6 @@ import transfer_queue as tq
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
-from transformers import AutoConfig
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.ray_trainer import ResourcePoolManager
 from verl.trainer.ppo.v1.trainer_base import register_trainer
@@ -51,6 +50,7 @@ from verl_opsd.verl_adapter.memory_checks import activation_plan, shapes_of
 from verl_opsd.verl_adapter.objective import is_identity, loss_of
 from verl_opsd.verl_adapter.passes import by_row, jagged, own_passes, rows_of, view_passes
 from verl_opsd.verl_adapter.reduce import micro_batch_rows, update_groups, with_coefficients, with_rewards
+from verl_opsd.verl_adapter.requirements import vocabulary_rows
 from verl_opsd.verl_adapter.routes import models_of
 from verl_opsd.verl_adapter.teacher_queue import TeacherHandle, pools_of, score_rows, start_teachers
 from verl_opsd.verl_adapter.updates import mask_at_collection, rewards_of, rows_in_queue
@@ -153,7 +153,7 @@ class OpsdTrainer(PPOTrainerSync):
         self._resume()
         if models_of(self.opsd):
             pools = self.resource_pool_manager.resource_pool_dict
-            vocabulary = AutoConfig.from_pretrained(self.config.actor_rollout_ref.model.path).get_text_config().vocab_size
+            vocabulary = vocabulary_rows(self.config.actor_rollout_ref.model.path)
             self.teachers = start_teachers(self.opsd, pools, vocabulary, tokenizer_hash(self.tokenizer))
             guards.teacher_checks(self)
             for t in self.teachers:
