@@ -13,7 +13,7 @@ from rich.console import Console
 from verl_opsd.cli.tables import Table
 from verl_opsd.errors import OpsdError
 from verl_opsd.evidence import LOG, lines
-from verl_opsd.evidence.chain import VERDICTS
+from verl_opsd.evidence.chain import VERDICTS, verify
 from verl_opsd.evidence.claims import STATUSES
 
 
@@ -77,7 +77,6 @@ def _warn(run: Path) -> None:
 
 def verify_run(args: argparse.Namespace, console: Console | None = None) -> int:
     """Prints every finding about the log and the graded episodes; 1 when there is one."""
-    from verl_opsd.evidence.chain import verify
     from verl_opsd.evidence.copies import against
     from verl_opsd.evidence.graded import check_episodes
 
@@ -107,8 +106,9 @@ def verify_run(args: argparse.Namespace, console: Console | None = None) -> int:
 def list_lines(args: argparse.Namespace, console: Console | None = None) -> int:
     """Prints the lines of the log, oldest first."""
     _require_log(args.run)
+    log, findings = verify(args.run)
     table = Table("n", "time (UTC)", "gate", "verdict", "value", "threshold", "detail")
-    for x in lines(args.run):
+    for x in log:
         if x["gate"].startswith(args.gate or "") and args.verdict in (None, x["verdict"]):
             when = datetime.datetime.fromtimestamp(x["time"], datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
             value, threshold = (
@@ -116,6 +116,8 @@ def list_lines(args: argparse.Namespace, console: Console | None = None) -> int:
             )
             table.add_row(str(x["n"]), when, x["gate"], x["verdict"], value, threshold, x["detail"])
     (console or Console()).print(table)
+    if wrong := [f for f in findings if not f.killed]:
+        print(f"warning: {wrong[0]}; {len(wrong)} findings: opsd evidence verify {args.run}", file=sys.stderr)
     return 0
 
 

@@ -41,14 +41,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command.set_defaults(func=plan)
 
 
-def shape_of(name: str) -> ModelShape:
-    """The shape of a known size or of a model's configuration; no weights are read."""
+def shape_of(name: str, where: str = "the model") -> ModelShape:
+    """The shape of a known size or of a model's configuration; no weights are read.
+
+    Args:
+        where: what named it, for the refusal.
+
+    Raises:
+        OpsdError: neither a known size nor a model's folder or hub name.
+    """
     if name.lower() in KNOWN:
         from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
         return ModelShape.of(Qwen3_5TextConfig(**KNOWN[name.lower()]))
     from transformers import AutoConfig
 
+    from verl_opsd.verl_adapter.requirements import check_model_path
+
+    check_model_path(name, where)
     return ModelShape.of(AutoConfig.from_pretrained(name))
 
 
@@ -64,7 +74,8 @@ def plan(args: argparse.Namespace, console: Console | None = None) -> int:
         raise OpsdError(
             f"--device {args.device}", "times and sizes are known of some devices", f"use {', '.join(planner.DEVICES)}"
         )
-    student, teacher, device = shape_of(args.student), shape_of(args.teacher), planner.DEVICES[args.device]
+    student, teacher = shape_of(args.student, "--student"), shape_of(args.teacher, "--teacher")
+    device = planner.DEVICES[args.device]
     lengths = None if args.lengths is None else read_lengths(args.lengths)
     out = console or Console()
     table = Table(

@@ -65,7 +65,7 @@ def read_manifest(path: Path, contract: EvalContract) -> Manifest:
     """
     try:
         values: Any = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as e:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
         raise OpsdError(f"{path}: {e}", "a serving manifest is a YAML file", "name the file") from e
     fields = {f.name: f for f in dataclasses.fields(Manifest)}
     needed = {n for n, f in fields.items() if f.default is dataclasses.MISSING}

@@ -70,7 +70,7 @@ def _overrides(job: Path) -> dict[str, str]:
     path = job / ".hydra" / "overrides.yaml"
     try:
         listed = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         listed = f"{type(error).__name__}: {error}"
     if not isinstance(listed, list) or not all(isinstance(o, str) for o in listed):
         raise OpsdError(

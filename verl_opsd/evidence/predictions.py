@@ -101,7 +101,7 @@ def read(path: Path) -> tuple[str, tuple[Prediction, ...]]:
     """
     try:
         data = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise OpsdError(f"{path}: {error}", "predictions are a YAML file", "see docs/evidence.md") from error
     top = _keys(path, "file", data, {"name", "predictions"}, set())
     if not isinstance(top["predictions"], list) or not top["predictions"]:

@@ -131,7 +131,7 @@ def ensure_student(opsd: OpsdConfig, path: str) -> None:
         check_model_path(path, "actor_rollout_ref.model.path")
     elif Path(made) != Path(path) and not Path(path, "config.json").is_file():
         raise OpsdError(
-            f"actor_rollout_ref.model.path={path} does not exist",
+            f"actor_rollout_ref.model.path={path} holds no config.json",
             f"the scale's embedded student is {made}; another student must be a folder in Hugging Face layout",
             "correct the path, or leave it out",
         )

@@ -113,6 +113,13 @@ def test_a_run_without_a_log_has_nothing_to_be_changed(tmp_path):
     require_untouched(tmp_path, "corpus")
 
 
+@pytest.mark.parametrize("log", [b"\x00\xff\n", b"[1]\n", b"{}\n"])
+def test_a_log_that_can_t_be_read_is_not_listed_as_an_empty_one(tmp_path, capsys, log):
+    (tmp_path / LOG).write_bytes(log)
+    assert main(["evidence", "list", str(tmp_path)]) == 0
+    assert "warning: " in (said := capsys.readouterr().err) and f"opsd evidence verify {tmp_path}" in said
+
+
 # ---- copies -----------------------------------------------------------------------------------------------------------
 
 
@@ -361,6 +368,10 @@ def test_files_that_predict_nothing_are_refused(tmp_path, change):
     bad = tmp_path / "bad.yaml"
     for rows in ([changed], [], {"a": 1}, [row, row]):
         bad.write_text(yaml.safe_dump({"name": "x", "predictions": rows}))
+        with pytest.raises(OpsdError, match=r"bad\.yaml"):
+            write_down(tmp_path / "run", bad)
+    for binary in (b"\xff\xfe\x00\x81", b"\x00"):
+        bad.write_bytes(binary)
         with pytest.raises(OpsdError, match=r"bad\.yaml"):
             write_down(tmp_path / "run", bad)
     assert lines(tmp_path / "run") == []

@@ -176,3 +176,10 @@ def test_command_says_what_does_not_fit(tmp_path: Path) -> None:
     (tmp_path / "none").write_text("")
     with pytest.raises(OpsdError, match="is empty"):
         run("--gpus", "1", "--context", "8192", "--lengths", str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("side", ["--student", "--teacher"])
+def test_models_that_are_not_there_are_refused(side, tmp_path, capsys):
+    for name in ("/nope", str(tmp_path), "no-such-size"):
+        assert main.main(["plan", "--gpus", "8", "--context", "32768", side, name]) == 2
+        assert f"error: {side}={name} holds no config.json" in capsys.readouterr().err

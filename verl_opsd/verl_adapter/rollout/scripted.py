@@ -66,7 +66,7 @@ class Script:
             raise OpsdError(f"script {path!r}", "the scripted backend plays a script file", way_out)
         try:
             return cls(json.loads(Path(path).read_text(encoding="utf-8")))
-        except json.JSONDecodeError as e:
+        except ValueError as e:  # bytes that are no text, too
             raise OpsdError(f"script {path}: {e}", "a script is a JSON file", way_out) from e
 
     def entry(self, session: str | None, turn: int) -> Entry:
