@@ -288,7 +288,7 @@ class Bench:
         if teacher is not None:
             there = torch.cuda.memory_allocated(self.devices[-1]) if self.devices[-1].type == "cuda" else 0.0
             bytes_ = there + memory.score_bytes(ModelShape.of(self.teacher_config), context + self.brief, teacher.part)
-            expected[1] = f"{bytes_ / 1e9:.1f} GB predicted, parts of {teacher.part}"
+            expected[1] = f"{bytes_ / 1e9:.1f} GB predicted, parts of {memory.part_tokens(context + self.brief)}"
         if teacher is not None and "teacher" in parts:
             passes = passes_of(batch)
             work = lambda: teacher.score(passes)  # noqa: E731

@@ -68,7 +68,8 @@ def plan(args: argparse.Namespace, console: Console | None = None) -> int:
     Raises:
         OpsdError: lengths that are no numbers, or a device that nothing is known of.
     """
-    from verl_opsd.planning import planner  # imports transformers' layers: seconds that no other command should wait for
+    # Imports transformers' layers: seconds that no other command should wait for.
+    from verl_opsd.planning import memory, planner
 
     if args.device not in planner.DEVICES:
         raise OpsdError(
@@ -85,7 +86,7 @@ def plan(args: argparse.Namespace, console: Console | None = None) -> int:
     for layout in planner.layouts(args.gpus):
 
         def at(context: int, layout: planner.Layout = layout) -> planner.Estimate:
-            return planner.estimate(student, teacher, layout, device, context, args.lora_rank, args.brief, planner.PART)
+            return planner.estimate(student, teacher, layout, device, context, args.lora_rank, args.brief, memory.PART)
 
         def fits(context: int, at: object = at) -> bool:
             try:

@@ -5,6 +5,8 @@ The formulas count what this project's code holds at its peak; benchmarks/pair.p
 
 from __future__ import annotations
 
+import math
+
 from verl_opsd.distill.chunk import ONE_PASS_ROWS, ROWS
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.checkpointing import Plan, plan
@@ -14,6 +16,10 @@ from verl_opsd.planning.shape import BF16, Kind, ModelShape
 SPREAD, CONTEXT = 0.03, 1.5e9
 #: Tokens of a slice of the vocabulary in the head's one pass (``distill.blocks_triton.SLICE``, which needs Triton to be imported).
 HEAD_SLICE = 11264
+#: Most tokens of one part of a scoring pass: activations of a part are what a forward needs beside weights and carried keys and values.
+PART = 18432
+#: Sizes of parts are multiples of this: tiles of matrix products are.
+TILE = 256
 #: Bytes of a trained parameter: float32 master, gradient and two moments.
 TRAINED = 16
 
@@ -78,8 +84,18 @@ def teacher_bytes(shape: ModelShape, fp8: bool = False) -> float:
     return float(BF16 * shape.parameters - (shape.body if fp8 else 0))
 
 
+def part_tokens(tokens: int, most: int = PART) -> int:
+    """Tokens of each part but the last of a scoring pass: as few parts of at most ``most`` as there can be, and all of about one size.
+
+    A short part takes as many launches as a long one, and its products don't fill a device.
+    """
+    even = math.ceil(tokens / math.ceil(tokens / most))
+    return min(math.ceil(even / TILE) * TILE, most)
+
+
 def score_bytes(shape: ModelShape, tokens: int, part: int) -> float:
-    """Of a scoring pass beside weights: a part at work, and keys and values that are carried, once more while one layer's grow."""
+    """Of scoring passes of up to ``tokens`` tokens, beside weights: a part at work (never more than ``part`` tokens, :func:`part_tokens`), and
+    keys and values that are carried, once more while one layer's grow."""
     carried = tokens * shape.carried_bytes() if tokens > part else 0
     layers = max(shape.kinds.count("full_attention"), 1)
     return min(tokens, part) * forward_bytes(shape) + carried * (1 + 1 / layers)

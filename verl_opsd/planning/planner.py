@@ -15,8 +15,6 @@ from verl_opsd.models.checkpointing import Plan
 from verl_opsd.planning import memory
 from verl_opsd.planning.shape import BF16, Kind, ModelShape
 
-#: Tokens of one part of the teacher's pass (``teachers.device.PART``, which loads more than a plan needs).
-PART = 16384
 #: Contexts are multiples of this.
 STEP = 1024
 #: Longest context that is tried.

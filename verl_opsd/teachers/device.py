@@ -26,12 +26,11 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.models import attention, kernels
 from verl_opsd.models.gated_delta import CarriedState
 from verl_opsd.models.memory import out_of_the_file
+from verl_opsd.planning.memory import PART, part_tokens
 from verl_opsd.teachers.base import Pass, Voice, slots_of
 
 #: Largest relative difference between two ways to the same numbers on one kind of device, by dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-#: Tokens of one part of a long sequence: activations of a part are what a forward needs beside weights and carried keys and values.
-PART = 16384
 
 
 class DeviceTeacher:
@@ -40,7 +39,7 @@ class DeviceTeacher:
     Attributes:
         name: ``Signal.head_id``.
         carries: whether state is handed on from part to part and from a shared prefix to its branches.
-        part: tokens of one part of a long sequence.
+        part: most tokens of one part of a long sequence (``planning.memory.part_tokens``).
         tokens: that it has run so far.
         head_error: largest difference between the model's own logits and hidden state @ vocabulary weight, relative to the largest
             logit; measured once at the start.
@@ -180,38 +179,51 @@ class DeviceTeacher:
         """Makes its device the current one: a fused kernel is launched there, wherever its tensors are."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    @torch.no_grad()
     def _hidden(self, ids_T: Tensor, index_N: Tensor, state: CarriedState | None = None, start: int = 0) -> Tensor:
-        """[N, H] what the vocabulary head reads at ``index_N``, on the device.
-
-        Args:
-            ids_T: the tokens that run; the first is token ``start`` of its sequence.
-            index_N: positions in ``ids_T``.
-            state: what the tokens before left; it is moved on to the end of ``ids_T``.
-        """
-        self.tokens += len(ids_T)
-        with self._current():
-            return self._run(ids_T[None].to(self.device), index_N.to(self.device), state, start)
-
-    def _run(self, asked: Tensor, index_N: Tensor, state: CarriedState | None, start: int) -> Tensor:
-        if not self.carries:
-            return self._model.base_model(input_ids=asked, use_cache=False).last_hidden_state[0][index_N]  # type: ignore[no-any-return]
-        if state is None and asked.shape[1] > self.part:
-            state = CarriedState()
-        out_NH = torch.empty(len(index_N), self._head.in_features, dtype=self.dtype, device=self.device)
-        for a in range(0, asked.shape[1], self.part):
-            part = asked[:, a : a + self.part]
-            places = torch.arange(start + a, start + a + part.shape[1], device=self.device)[None]
-            states_TH = self._model.base_model(
-                input_ids=part, position_ids=places, past_key_values=state, use_cache=state is not None
-            ).last_hidden_state[0]
-            here_N = (index_N >= a) & (index_N < a + part.shape[1])
-            out_NH[here_N] = states_TH[index_N[here_N] - a]
+        """[N, H] what the vocabulary head reads at ``index_N``, on the device; see :meth:`_write`."""
+        out_NH = self._room(len(index_N))
+        self._write(out_NH, torch.arange(len(index_N)), ids_T, index_N, state, start)
         return out_NH
 
-    def _in_branches(self, passes: Sequence[Pass]) -> list[Tensor]:
-        """[N_p, H] of each pass; tokens that a pass shares with the next one run once."""
-        out, trunk, at, state = [], torch.zeros(0, dtype=torch.int64), 0, CarriedState()
+    def _room(self, rows: int) -> Tensor:
+        return torch.empty(rows, self._head.in_features, dtype=self.dtype, device=self.device)
+
+    @torch.no_grad()
+    def _write(
+        self, out_NH: Tensor, rows_M: Tensor, ids_T: Tensor, index_M: Tensor, state: CarriedState | None = None, start: int = 0
+    ) -> None:
+        """Puts what the vocabulary head reads at ``index_M`` into the rows ``rows_M`` of ``out_NH``; nothing waits for the device.
+
+        Args:
+            out_NH: on the device. The other tensors are on the host, and go over before the first part runs.
+            ids_T: the tokens that run; the first is token ``start`` of its sequence.
+            index_M: positions in ``ids_T``.
+            state: what the tokens before left; it is moved on to the end of ``ids_T``.
+        """
+        tokens = len(ids_T)
+        self.tokens += tokens
+        size = part_tokens(tokens, self.part) if self.carries else tokens
+        starts = range(0, tokens, size)
+        here = [((index_M >= a) & (index_M < a + size)).nonzero()[:, 0] for a in starts]
+        moved = [(rows_M[m].to(self.device), (index_M[m] - a).to(self.device)) for a, m in zip(starts, here, strict=True)]
+        asked = ids_T[None].to(self.device)
+        if state is None and len(starts) > 1:
+            state = CarriedState()
+        with self._current():
+            for a, (to_M, from_M) in zip(starts, moved, strict=True):
+                out_NH[to_M] = self._states(asked[:, a : a + size], state, start + a)[from_M]
+
+    def _states(self, asked: Tensor, state: CarriedState | None, start: int) -> Tensor:
+        """[T, H] of one forward."""
+        given: dict[str, Any] = {"use_cache": False}
+        if self.carries:
+            places = torch.arange(start, start + asked.shape[1], device=self.device)[None]
+            given = {"use_cache": state is not None, "past_key_values": state, "position_ids": places}
+        return self._model.base_model(input_ids=asked, **given).last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def _in_branches(self, passes: Sequence[Pass], out_NH: Tensor) -> None:
+        """Puts each pass' states into its slots; tokens that a pass shares with the next one run once."""
+        trunk, at, state = torch.zeros(0, dtype=torch.int64), 0, CarriedState()
         for p, following in zip(passes, [*passes[1:], None], strict=True):
             ids_T, first = p.ids_T, int(p.index_N.min())
             if at > first or shared(trunk[:at], ids_T) < at:
@@ -219,18 +231,12 @@ class DeviceTeacher:
             until = at
             if following is not None:
                 until = max(at, min(shared(ids_T, following.ids_T), int(following.index_N.min()), len(ids_T) - 1))
-            found = []
             for a, b in ((at, until), (until, len(ids_T))):
                 if b > a:  # the shared part moves the trunk on, the rest starts from it
                     here_N = (p.index_N >= a) & (p.index_N < b)
                     branch = state.fork() if b == len(ids_T) else state
-                    found.append((here_N, self._hidden(ids_T[a:b], p.index_N[here_N] - a, branch, a)))
-            hidden_NH = torch.empty(len(p.index_N), self._head.in_features, dtype=self.dtype, device=self.device)
-            for here_N, part_NH in found:
-                hidden_NH[here_N.to(self.device)] = part_NH
-            out.append(hidden_NH)
+                    self._write(out_NH, p.slots_N[here_N], ids_T[a:b], p.index_N[here_N] - a, branch, a)
             trunk, at = ids_T, until
-        return out
 
     def check(self, passes: Sequence[Pass]) -> None:
         """
@@ -253,21 +259,30 @@ class DeviceTeacher:
             OpsdError: see :meth:`check`.
         """
         self.check(passes)
-        out_NH = torch.empty(len(slots_of(passes)), self._head.in_features, dtype=self.dtype)
+        out_NH = self._room(len(slots_of(passes)))
         if self.carries and len(passes) > 1:
-            hidden = self._in_branches(passes)
+            self._in_branches(passes, out_NH)
         else:
-            hidden = [self._hidden(p.ids_T, p.index_N) for p in passes]
-        for p, hidden_NH in zip(passes, hidden, strict=True):
-            out_NH[p.slots_N] = hidden_NH.cpu()
+            for p in passes:
+                self._write(out_NH, p.slots_N, p.ids_T, p.index_N)
         for _ in range((forwards or len(passes)) - len(passes)):
             self._hidden(torch.zeros(2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
-        return Signal(hidden_NH=out_NH, head_id=self.name)
+        return Signal(hidden_NH=on_the_host(out_NH), head_id=self.name)
 
     @property
     def limits(self) -> tuple[int | None, int]:
         """Tokens of its context (None: not known) and entries of its vocabulary."""
         return self._limit, self._head.out_features
+
+
+def on_the_host(x: Tensor) -> Tensor:
+    """A copy in host memory, page-locked where ``x`` is on a CUDA device: such a copy runs at the bus' rate, one to other memory is staged."""
+    if not x.is_cuda:
+        return x
+    out = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    out.copy_(x, non_blocking=True)
+    torch.cuda.current_stream(x.device).synchronize()
+    return out
 
 
 def check_passes(passes: Sequence[Pass], name: str, limit: int | None, vocabulary: int) -> None:

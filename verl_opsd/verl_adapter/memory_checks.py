@@ -175,7 +175,7 @@ def needs(
                     {
                         "weights": whole / its.ranks,
                         "gathered": planner.gathered_bytes(shape, its.ranks),
-                        "at work": memory.score_bytes(shape, tokens + BRIEF, planner.PART),
+                        "at work": memory.score_bytes(shape, tokens + BRIEF, memory.PART),
                     },
                     room,
                     "a shorter context, more opsd.teacher.ranks to a copy, or a smaller teacher",

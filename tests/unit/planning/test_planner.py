@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from verl_opsd.errors import OpsdError
 from verl_opsd.models.checkpointing import plan
 from verl_opsd.planning import memory, planner
 from verl_opsd.planning.planner import Layout
-from verl_opsd.teachers import device as device_teacher
 
 STUDENT, TEACHER = command.shape_of("qwen3.5-9b"), command.shape_of("qwen3.5-27b")
 H200 = planner.DEVICES["H200"]
@@ -58,7 +58,7 @@ def test_predictions_are_near_what_an_h200_measured(context: int, side: str, sec
     models are there; the teacher's view is 1,000 tokens longer, and a student beside a teacher's process holds the teacher's vocabulary."""
     student, teacher = memory.student_bytes(STUDENT, 32), memory.teacher_bytes(TEACHER)
     if side.startswith("teacher"):
-        found = teacher + memory.score_bytes(TEACHER, context + 1000, planner.PART) + (student if side == "teacher" else 0)
+        found = teacher + memory.score_bytes(TEACHER, context + 1000, memory.PART) + (student if side == "teacher" else 0)
         time = planner.forward_seconds(TEACHER, H200, context + 1000, TEACHER.kinds)
     else:
         kept = re.search(r"(\d+) of 32 layers keep", note)
@@ -73,7 +73,7 @@ def test_predictions_are_near_what_an_h200_measured(context: int, side: str, sec
 
 def test_an_fp8_teacher_takes_a_byte_a_weight() -> None:
     """The row "teacher, FP8" at 32,768: 53.5 GB with the student beside it."""
-    teacher = memory.teacher_bytes(TEACHER, fp8=True) + memory.score_bytes(TEACHER, 33768, planner.PART)
+    teacher = memory.teacher_bytes(TEACHER, fp8=True) + memory.score_bytes(TEACHER, 33768, memory.PART)
     assert (memory.student_bytes(STUDENT, 32) + teacher) / 1e9 == pytest.approx(53.5, rel=0.1)
 
 
@@ -87,13 +87,13 @@ def test_verdicts_of_the_experiments_sharding_table() -> None:
     device = dataclasses.replace(H200, bytes_=116e9)
     largest = []
     for layout, context, peak in SHARDING:
-        found = planner.estimate(STUDENT, TEACHER, layout, device, context, 32, 0, planner.PART)
+        found = planner.estimate(STUDENT, TEACHER, layout, device, context, 32, 0, memory.PART)
         if peak is not None:
             assert sum(found.teacher_bytes.values()) / 1e9 == pytest.approx(peak, rel=0.1)
 
         def fits(n: int, layout: Layout = layout) -> bool:
             try:
-                planner.estimate(STUDENT, TEACHER, layout, device, n, 32, 0, planner.PART)
+                planner.estimate(STUDENT, TEACHER, layout, device, n, 32, 0, memory.PART)
             except OpsdError:
                 return False
             return True
@@ -115,23 +115,48 @@ def test_layouts() -> None:
     assert planner.layouts(5) == [Layout(4, 1), Layout(3, 2)]
     with pytest.raises(OpsdError, match="0 devices"):
         planner.layouts(0)
-    assert planner.PART == device_teacher.PART
+
+
+def test_parts_of_a_pass_are_as_few_as_fit_and_of_one_size() -> None:
+    # 33,768 = 16,896 + 16,872; 33,024 is 129 tiles: 65 and 64 of them; 66,536 = 3 * 16,640 + 16,616; 18,433 = 9,472 + 8,961.
+    for tokens, size in (
+        (33768, 16896),
+        (33024, 16640),
+        (66536, 16640),
+        (18433, 9472),
+        (18432, 18432),
+        (17384, 17408),
+        (100, 256),
+    ):
+        assert memory.part_tokens(tokens) == size
+    assert [memory.part_tokens(n, 100) for n in (1, 100, 101, 250)] == [
+        100
+    ] * 4  # below a tile parts are as large as they may be
+    for tokens in range(1, 400000, 1111):
+        size = memory.part_tokens(tokens)
+        parts = math.ceil(tokens / size)
+        assert size <= memory.PART and parts == math.ceil(
+            tokens / memory.PART
+        )  # never more than the planner counts, and no part more
+        assert (
+            parts == 1 or tokens - (parts - 1) * size > memory.PART / 4
+        )  # 18,432 / 2 at least, less what the others are rounded up
 
 
 def test_the_target_layout_holds_every_state_on_two_h200() -> None:
-    found = planner.estimate(STUDENT, TEACHER, Layout(1, 1), H200, 131072, 32, 4096, planner.PART)
+    found = planner.estimate(STUDENT, TEACHER, Layout(1, 1), H200, 131072, 32, 4096, memory.PART)
     room = memory.usable(H200.bytes_)
     assert sum(found.student_bytes.values()) <= room and sum(found.teacher_bytes.values()) <= room
     assert found.tokens_a_second == pytest.approx(131072 / max(found.student_seconds, found.teacher_seconds))
 
 
 def test_sharding_and_more_teachers() -> None:
-    one, four = (planner.estimate(STUDENT, TEACHER, Layout(n, 1), H200, 32768, 32, 0, planner.PART) for n in (1, 4))
+    one, four = (planner.estimate(STUDENT, TEACHER, Layout(n, 1), H200, 32768, 32, 0, memory.PART) for n in (1, 4))
     assert four.tokens_a_second < 4 * one.tokens_a_second  # one teacher is the slower side
     assert four.tokens_a_second == pytest.approx(32768 / four.teacher_seconds)
     small = dataclasses.replace(H200, bytes_=50e9)
     with pytest.raises(OpsdError, match="teacher of 54 GB"):
-        planner.estimate(STUDENT, TEACHER, Layout(1, 1), small, 8192, 32, 0, planner.PART)
+        planner.estimate(STUDENT, TEACHER, Layout(1, 1), small, 8192, 32, 0, memory.PART)
     with pytest.raises(OpsdError, match="more devices"):
         planner.estimate(STUDENT, TEACHER, Layout(1, 1), dataclasses.replace(H200, bytes_=78e9), 262144, 32, 0, 4096)
 

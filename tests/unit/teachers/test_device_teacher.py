@@ -154,7 +154,7 @@ def test_accelerator_against_the_host(path: Path, teacher: DeviceTeacher) -> Non
         on_device = DeviceTeacher(str(path), dtype, "cuda", "t")
         assert on_device.weight_VH.is_cuda
         got = on_device.score(one).hidden_NH
-        assert got is not None and got.device.type == "cpu" and got.dtype == dtype
+        assert got is not None and got.device.type == "cpu" and got.dtype == dtype and got.is_pinned()
         error = float((got.float() - want).norm() / want.norm())
         print(f"{dtype}: relative error {error:.2e}, head error {on_device.head_error:.2e}")
         assert error < limit

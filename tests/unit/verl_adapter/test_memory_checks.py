@@ -16,7 +16,7 @@ from verl_opsd.cli.plan import KNOWN, shape_of
 from verl_opsd.config import OpsdConfig
 from verl_opsd.errors import OpsdError
 from verl_opsd.paths import conf_dir
-from verl_opsd.planning import planner
+from verl_opsd.planning import memory, planner
 from verl_opsd.plugin import register_resolvers
 from verl_opsd.verl_adapter.memory_checks import ASLEEP, BRIEF, Need, activation_plan, check_memory, forward_tokens, needs
 
@@ -71,7 +71,7 @@ def test_what_the_planner_refuses_is_refused(planned: Any, gb: int, context: int
     """What no layout of the planner holds, the recipe does not start."""
     device = planner.Device("some", gb * 1e9)
     try:
-        planner.estimate(STUDENT, TEACHER, planner.Layout(4, 4), device, context, 32, BRIEF, planner.PART)
+        planner.estimate(STUDENT, TEACHER, planner.Layout(4, 4), device, context, 32, BRIEF, memory.PART)
     except OpsdError:
         found = planned(*EIGHT, f"opsd.contract.context_length={context}", device=device.bytes_)
         assert set(fits(found)) & {"student", "teacher"}

@@ -16,7 +16,7 @@ from verl_opsd.config import OpsdConfig
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import make_tiny
 from verl_opsd.paths import conf_dir
-from verl_opsd.planning import planner
+from verl_opsd.planning import memory, planner
 from verl_opsd.plugin import register_resolvers
 from verl_opsd.teachers.server import Capabilities, ServerTeacher
 from verl_opsd.verl_adapter.requirements import check_hardware
@@ -74,7 +74,7 @@ def test_eight_devices_are_laid_out_as_the_planner_says(monkeypatch: pytest.Monk
     student, teacher = shape_of("qwen3.5-9b"), shape_of("qwen3.5-27b")
     rank, context = config.actor_rollout_ref.model.lora_rank, opsd.contract.context_length
     found = [
-        planner.estimate(student, teacher, layout, planner.DEVICES["H100"], context, rank, 4096, planner.PART)
+        planner.estimate(student, teacher, layout, planner.DEVICES["H100"], context, rank, 4096, memory.PART)
         for layout in planner.layouts(8)
     ]
     chosen = planner.best(found).layout
