@@ -1,10 +1,12 @@
 """Time and peak memory of the loss-position head: exact divergences over the full vocabulary, forward and backward.
 
     python benchmarks/head.py [--one-pass 640 768] [--slice 11264 22528] [--kept 256 320 1024] [--repeat 5] [--no-others]
+    python benchmarks/head.py --overlap 0 1 --block 1024 512 --warps 1 2 4 --parts --kept --no-others
 
 Reverse KL has two ways to the same numbers: one pass over logits that are made slice by slice (``distill.blocks_triton``; bf16 weights on
 a GPU), and passes over a chunk's float32 logits, which are kept (everywhere else, and every other divergence), each in chunks of so many
-loss positions; the slices of one pass are of so many tokens.
+loss positions; the slices of one pass are of so many tokens. ``--overlap 1`` works a slice off beside the products of the next one, with a
+second stream; ``--block`` and ``--warps`` are those of its kernel. ``--parts`` measures each part of one pass by itself.
 
 Compared with the same loss in plain torch on full logits, and with the three matrix products that nothing can avoid:
 student logits, teacher logits, gradient to the student's hidden states. Liger's fused JSD (``pip install liger-kernel``) is
@@ -31,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_opsd.distill import dense
-from verl_opsd.distill.chunk import ROWS, one_pass
+from verl_opsd.distill.chunk import ROWS, logits, one_pass
 from verl_opsd.distill.head import HeadTask, LossPositionHead
 from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.signal import Signal
@@ -84,10 +86,44 @@ def eager(hidden_NS: Tensor, teacher_NT: Tensor, weight_VS: Tensor, weight_VT: T
     (coef_N * (logp_NV.exp() * (logp_NV - logq_NV)).sum(-1)).sum().backward()
 
 
+def parts(
+    hidden_NS: Tensor, teacher_NT: Tensor, weight_VS: Tensor, weight_VT: Tensor, chunk: int, width: int
+) -> dict[str, Callable[[], object]]:
+    """What one pass does with a chunk, part by part, in this order."""
+    from verl_opsd.distill import blocks_triton
+
+    vocab = weight_VS.shape[0]
+    slices = [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
+    blocks = blocks_triton.Blocks(chunk, vocab, weight_VS.device)
+    pair = torch.zeros(2, chunk, width, device=weight_VS.device)
+    coef_C, grad_CS = torch.ones(chunk, device=weight_VS.device), torch.empty_like(hidden_NS[:chunk])
+
+    def product(side: int, hidden_NH: Tensor, weight_VH: Tensor) -> None:
+        for part in slices:
+            logits(hidden_NH[:chunk], weight_VH[part], torch.float32, pair[side, :, : part.stop - part.start])
+
+    def add() -> None:
+        for part in slices:
+            blocks.add(part.start, *pair[..., : part.stop - part.start])
+
+    return {
+        "student's logits": partial(product, 0, hidden_NS, weight_VS),
+        "teacher's logits": partial(product, 1, teacher_NT, weight_VT),
+        "statistics": add,
+        "combine": blocks.combine,
+        "gradient": partial(blocks.grad, coef_C, torch.bfloat16),
+        "gradient's product": lambda: torch.mm(blocks.prob_CV.view(torch.bfloat16), weight_VS, out=grad_CS),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one-pass", type=int, nargs="*", default=[640, 768])
     parser.add_argument("--slice", type=int, nargs="*", default=[11264, 22528])
+    parser.add_argument("--overlap", type=int, nargs="*", choices=[0, 1])
+    parser.add_argument("--block", type=int, nargs="*")
+    parser.add_argument("--warps", type=int, nargs="*")
+    parser.add_argument("--parts", action="store_true")
     parser.add_argument("--kept", type=int, nargs="*", default=[256, 320, 1024])
     parser.add_argument("--others", action=argparse.BooleanOptionalAction, default=True, help="JSD, Liger, full logits too")
     parser.add_argument("--repeat", type=int, default=5)
@@ -128,7 +164,7 @@ def main() -> None:
 
     name = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
     print(f"{name}, torch {torch.__version__}: N={n} V={vocab} Hs={shape['student']} Ht={shape['teacher']} bf16")
-    print(f"{'':34} {'seconds':>9} {'x matmuls':>10} {'peak GB':>8}")
+    print(f"{'':38} {'seconds':>9} {'x matmuls':>10} {'peak GB':>8}")
     floor = min(
         measure(partial(matmuls, hidden_NS, teacher_NT, weight_VS, weight_VT, min(c, n)), clear, device, args.repeat)[0]
         for c in (1024, 2048)
@@ -138,17 +174,37 @@ def main() -> None:
         try:
             seconds, peak = measure(step, clear, device, args.repeat)
         except torch.OutOfMemoryError:
-            print(f"{label:34} {'out of memory':>29}", flush=True)
+            print(f"{label:38} {'out of memory':>29}", flush=True)
             return
-        print(f"{label:34} {seconds:9.4f} {seconds / floor:10.2f} {peak / 1e9:8.2f}", flush=True)
+        print(f"{label:38} {seconds:9.4f} {seconds / floor:10.2f} {peak / 1e9:8.2f}", flush=True)
 
-    print(f"{'three matmuls':34} {floor:9.4f} {1.0:10.2f}", flush=True)
+    print(f"{'three matmuls':38} {floor:9.4f} {1.0:10.2f}", flush=True)
     if one_pass(dense.REVERSE_KL, weight_VS, weight_VT):
         from verl_opsd.distill import blocks_triton
 
-        for chunk, width in itertools.product(args.one_pass, args.slice):
-            with mock.patch.object(blocks_triton, "SLICE", width):
-                row(f"head, one pass, {chunk} x {width}", partial(head_step, chunk))
+        ways = {
+            "SLICE": args.slice,
+            "OVERLAP": args.overlap or [blocks_triton.OVERLAP],
+            "BLOCK": args.block or [blocks_triton.BLOCK],
+            "WARPS": args.warps or [blocks_triton.WARPS],
+        }
+        for chunk, *way in itertools.product(args.one_pass, *ways.values()):
+            width, overlap, block, warps = way
+            label = f"{chunk} x {width}, block {block}/{warps}{', beside' if overlap else ''}"
+            if width % block:
+                print(f"{label:38} a slice is of whole blocks", flush=True)
+                continue
+            with mock.patch.multiple(blocks_triton, **dict(zip(ways, way, strict=True))):
+                row(label, partial(head_step, chunk))
+                if not args.parts:
+                    continue
+                for part, step in parts(hidden_NS, teacher_NT, weight_VS, weight_VT, chunk, width).items():
+                    chunks = max(n // chunk, 1)
+                    seconds = measure(
+                        lambda step=step, chunks=chunks: [step() for _ in range(chunks)], clear, device, args.repeat
+                    )[0]
+                    seconds *= n / (chunk * chunks)
+                    print(f"  {part:36} {seconds:9.4f} {seconds / floor:10.2f}", flush=True)
     else:
         print("one pass is not measured: it is taken with bf16 weights on a GPU")
     with mock.patch("verl_opsd.distill.chunk.one_pass", lambda *args: False):

@@ -231,6 +231,45 @@ def test_peak_memory_does_not_grow_with_the_positions(positions: int) -> None:
     assert peak - gradient < 1e9
 
 
+@pytest.mark.parametrize("width", [64, 4096])
+def test_a_second_stream_changes_nothing(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that are faster than the statistics, and slower: to the bit what one stream makes of the same buffers, again and again."""
+    from verl_opsd.distill import beside, blocks_triton
+
+    positions, vocab = 700, 60001
+    hidden, weight, other, other_weight = bf16_case(positions, vocab, width, width, 0.02)
+    model, linear = torch.nn.Module(), torch.nn.Linear(width, vocab, bias=False, device="meta", dtype=torch.bfloat16)
+    model.get_output_embeddings = lambda: linear
+    head = install_head(model)
+    head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    monkeypatch.setattr(blocks_triton, "SLICE", 3 * blocks_triton.BLOCK)
+
+    def run(overlap: bool) -> tuple[torch.Tensor, ...]:
+        monkeypatch.setattr(blocks_triton, "OVERLAP", overlap)
+        leaf = hidden[None].clone().requires_grad_()
+        head.task = HeadTask(
+            kind="loss",
+            index_N=torch.arange(positions, device="cuda"),
+            teacher=Signal(hidden_NH=other, head_id="big"),
+            teacher_weight_VH=other_weight,
+            coef_N=torch.full((positions,), 1 / positions, device="cuda"),
+            chunk=256,
+        )
+        head(leaf).sum().backward()
+        assert head.task.result is not None
+        return head.task.result.divergence_N, head.task.result.entropy_N, leaf.grad
+
+    plain = run(False)
+    with monkeypatch.context() as one_stream:
+        one_stream.setattr(beside, "second_stream", lambda device: None)
+        want = run(True)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(run(True), want, strict=True))
+    # Other row strides may choose another kernel for a product.
+    torch.testing.assert_close(want[:2], plain[:2], rtol=1e-5, atol=1e-7)
+    assert (want[2] - plain[2]).float().norm() < 3e-3 * plain[2].float().norm()
+
+
 @pytest.mark.parametrize(
     "spec",
     [

@@ -29,46 +29,57 @@ from torch import Tensor
 from verl_opsd.distill.dense import Norms
 from verl_opsd.distill.dense_triton import kl_terms
 
-#: Tokens of a block of the chain rule, of a slice of the vocabulary, and of a program of the gradient's pass.
-BLOCK, SLICE, SPAN = 1024, 11264, 4096
+#: Tokens of a block of the chain rule, and of a slice of the vocabulary.
+BLOCK, SLICE = 1024, 11264
+#: Warps that work off a block: the fewer, the more of its sums stays within a thread.
+WARPS = 2
+#: Whether a slice is worked off while the products of the next one are made, instead of before.
+OVERLAP = False
 #: Statistics of a block; the gradient's factors take the place of the first two.
 STATS = 8
 
 
 @triton.jit
-def _block_kernel(student, teacher, prob, diff, stats, start, W, V, B, SIZE, BLOCK: tl.constexpr):
-    """One block of one row: statistics, and what the gradient needs."""
+def _block_kernel(student, teacher, prob, diff, stats, start, W, FROM, TO, B, SIZE, BLOCK: tl.constexpr):
+    """One block of one row: statistics, and what the gradient needs. Past the end both logits are so low that the
+    sums get exact zeros. ``FROM`` and ``TO`` are the row strides of the logits and of what is kept."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < W
-    s = tl.load(student + row * W + at, mask=inside, other=-float("inf"))
-    t = tl.load(teacher + row * W + at, mask=inside, other=-float("inf"))
+    s = tl.load(student + row * FROM + at, mask=inside, other=-1e30)
+    t = tl.load(teacher + row * FROM + at, mask=inside, other=-1e30)
     s_max = tl.max(s, 0)
     t_max = tl.max(t, 0)
-    s_sum = tl.sum(tl.exp(s - s_max), 0)
-    t_sum = tl.sum(tl.exp(t - t_max), 0)
+    s_low = s - s_max
+    t_low = t - t_max
+    p = tl.exp(s_low)
+    q = tl.exp(t_low)
+    s_sum = tl.sum(p, 0)
+    t_sum = tl.sum(q, 0)
+    t_there = tl.max(tl.where(s == s_max, t, -1e30), 0)  # the teacher's logit of the block's top token
     s_log = tl.log(s_sum)
     ratio = tl.log(tl.div_rn(s_sum, t_sum))  # of the normalisers; their own difference is rounded at their size
+    p *= 1.0 / s_sum
+    q *= 1.0 / t_sum
     close = tl.abs(s_max - t_max) <= 8.0
-    difference = tl.where(inside, tl.where(close, s - t, (s - s_max) - (t - t_max)), 0.0)
-    p = tl.exp((s - s_max) - s_log)
-    d = difference - (tl.where(close, s_max - t_max, 0.0) + ratio)
-    kl = tl.where(inside, kl_terms(p, tl.exp(t - t_max) / t_sum, d), 0.0)
-    tl.store(prob + row * V + start + at, (p * 32768.0).to(prob.dtype.element_ty), mask=inside)
+    difference = tl.where(close, s - t, s_low - t_low)
+    kl = kl_terms(p, q, difference - (tl.where(close, s_max - t_max, 0.0) + ratio))
+    tl.store(prob + row * TO + start + at, (p * 32768.0).to(prob.dtype.element_ty), mask=inside)
     # From the block's top token, then around the mean: where the student is sure of it, its number is near 0 and keeps its digits.
-    top = tl.max(tl.where(s == s_max, difference, -float("inf")), 0)
-    mean = tl.sum(tl.where(inside, p * (difference - top), 0.0), 0)
-    tl.store(diff + row * V + start + at, ((difference - top) - mean).to(diff.dtype.element_ty), mask=inside)
+    top = tl.where(close, s_max, t_max) - t_there
+    difference -= top
+    mean = tl.sum(p * difference, 0)
+    tl.store(diff + row * TO + start + at, (difference - mean).to(diff.dtype.element_ty), mask=inside)
     place = stats + row * B + start // BLOCK + block
     tl.store(place, s_log)
     tl.store(place + SIZE, ratio)
     tl.store(place + 2 * SIZE, tl.sum(kl, 0))
     tl.store(place + 3 * SIZE, top + mean)
-    tl.store(place + 4 * SIZE, s_log - tl.sum(tl.where(inside, p * (s - s_max), 0.0), 0))
+    tl.store(place + 4 * SIZE, s_log - tl.sum(p * s_low, 0))
     tl.store(place + 5 * SIZE, s_max)
     tl.store(place + 6 * SIZE, t_max)
-    tl.store(place + 7 * SIZE, tl.max(tl.where((s == s_max) & (t == t_max), 1.0, 0.0), 0))
+    tl.store(place + 7 * SIZE, tl.where(t_there == t_max, 1.0, 0.0))
 
 
 @triton.jit
@@ -121,17 +132,17 @@ def _combine_kernel(stats, out, C, B, SIZE, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _grad_kernel(prob, diff, stats, coef, grad, V, B, SIZE, SPAN: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
+def _grad_kernel(prob, diff, stats, coef, grad, V, STRIDE, B, SIZE, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < V
-    place = stats + row * B + at // BLOCK
+    place = stats + row * B + block
     c = tl.load(coef + row)
-    p = tl.load(prob + row * V + at, mask=inside, other=0.0).to(tl.float32) * tl.load(place, mask=inside, other=0.0)
-    d = tl.load(diff + row * V + at, mask=inside, other=0.0).to(tl.float32)
-    d += tl.load(place + SIZE, mask=inside, other=0.0)
+    p = tl.load(prob + row * STRIDE + at, mask=inside, other=0.0).to(tl.float32) * tl.load(place)
+    d = tl.load(diff + row * STRIDE + at, mask=inside, other=0.0).to(tl.float32) + tl.load(place + SIZE)
     g = tl.where(c == 0.0, 0.0, c * p * d)
-    tl.store(grad + row * V + at, g.to(grad.dtype.element_ty), mask=inside)
+    tl.store(grad + row * STRIDE + at, g.to(grad.dtype.element_ty), mask=inside)
 
 
 def takes(weight_VS: Tensor, weight_VT: Tensor) -> bool:
@@ -149,16 +160,24 @@ class Blocks:
     def __init__(self, rows: int, vocab: int, device: torch.device, keep: torch.dtype = torch.float16):
         """``keep``: dtype of the two numbers a token that the gradient needs."""
         self.blocks = triton.cdiv(vocab, BLOCK)
-        self.prob_CV, self.diff_CV = torch.empty(2, rows, vocab, dtype=keep, device=device)
+        self._kept = torch.empty(2, rows, triton.cdiv(vocab, 8) * 8, dtype=keep, device=device)  # rows of whole 16 bytes
+        self.prob_CV, self.diff_CV = self._kept[..., :vocab]
         self.stats = torch.empty(STATS, rows, self.blocks, dtype=torch.float32, device=device)
 
+    def spare(self, width: int) -> tuple[Tensor, int]:
+        """Room for a slice's logits of both sides, float32 [2, C, width], where the last tokens' numbers will be kept; and which token is the
+        first of those: a slice that ends there or before may use it."""
+        room = self._kept.view(torch.float32)
+        return room[..., -width:], self._kept.shape[2] - width * 4 // self._kept.element_size()
+
     def add(self, start: int, student_CW: Tensor, teacher_CW: Tensor) -> None:
-        """Works off the logits of the tokens from ``start``, a multiple of ``BLOCK``; float32, contiguous."""
+        """Works off the logits of the tokens from ``start``, a multiple of ``BLOCK``; float32, of one row stride, contiguous in a row."""
         rows, width = student_CW.shape
-        size, vocab = self.stats[0].numel(), self.prob_CV.shape[1]
+        assert student_CW.stride() == teacher_CW.stride() == (student_CW.stride(0), 1)
         kept = (self.prob_CV, self.diff_CV, self.stats)
         grid = (triton.cdiv(width, BLOCK), rows)
-        _block_kernel[grid](student_CW, teacher_CW, *kept, start, width, vocab, self.blocks, size, BLOCK=BLOCK, num_warps=4)
+        shape = (start, width, student_CW.stride(0), self.prob_CV.stride(0), self.blocks, self.stats[0].numel())
+        _block_kernel[grid](student_CW, teacher_CW, *kept, *shape, BLOCK=BLOCK, num_warps=WARPS)
 
     def combine(self) -> tuple[Norms, Tensor]:
         """Norms and KL, after all slices."""
@@ -173,9 +192,8 @@ class Blocks:
         of coefficient 0 has gradient exactly 0, whatever its logits hold."""
         rows, vocab = self.prob_CV.shape
         same = self.prob_CV.element_size() == dtype.itemsize
-        grad_CV = self.prob_CV.view(dtype) if same else torch.empty(rows, vocab, dtype=dtype, device=self.prob_CV.device)
+        grad_CV = self.prob_CV.view(dtype) if same else torch.empty_like(self._kept[0], dtype=dtype)[:, :vocab]
         kept = (self.prob_CV, self.diff_CV, self.stats)
-        grid = (rows, triton.cdiv(vocab, SPAN))
-        size = self.stats[0].numel()
-        _grad_kernel[grid](*kept, coef_C, grad_CV, vocab, self.blocks, size, SPAN=SPAN, BLOCK=BLOCK, num_warps=8)
+        shape = (vocab, grad_CV.stride(0), self.blocks, self.stats[0].numel())
+        _grad_kernel[(self.blocks, rows)](*kept, coef_C, grad_CV, *shape, BLOCK=BLOCK, num_warps=4)
         return grad_CV

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from verl_opsd.distill import dense, divergence, support
+from verl_opsd.distill.beside import Beside
 from verl_opsd.distill.loss import ANALYTIC, Analytic, LossSpec
 from verl_opsd.distill.signal import Signal
 from verl_opsd.distill.weights import TokenValues, Weight, product
@@ -90,18 +91,18 @@ class ChunkOutput:
     coverage_teacher_C: Tensor | None = None
 
 
-def matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+def matmul(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """``left @ right`` in ``dtype`` from factors of any dtype, accumulated and kept in it: nothing is rounded to the factors' dtype."""
     if left.dtype == right.dtype == dtype:
-        return torch.mm(left, right)
+        return torch.mm(left, right, out=out)
     if left.is_cuda and left.dtype == right.dtype:
-        return torch.mm(left, right, out_dtype=dtype)
-    return torch.mm(left.to(dtype), right.to(dtype))
+        return torch.mm(left, right, out_dtype=dtype, out=out)
+    return torch.mm(left.to(dtype), right.to(dtype), out=out)
 
 
-def logits(hidden_CH: Tensor, weight_VH: Tensor, dtype: torch.dtype) -> Tensor:
+def logits(hidden_CH: Tensor, weight_VH: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """[C, V] in ``dtype``, from hidden states rounded to the weight's dtype."""
-    return matmul(hidden_CH.to(weight_VH.dtype), weight_VH.T, dtype)
+    return matmul(hidden_CH.to(weight_VH.dtype), weight_VH.T, dtype, out)
 
 
 def weighted_sum(coef_C: Tensor, value_C: Tensor) -> Tensor:
@@ -133,10 +134,20 @@ class _OnePass:
 
         sides = (chunk.hidden_CH, chunk.weight_VH), (other_CT, other_VT)
         self.labels = None if chunk.labels_C is None else tuple(_label_logits(h, w, chunk.labels_C) for h, w in sides)
-        rows, vocab = chunk.hidden_CH.shape[0], chunk.weight_VH.shape[0]
+        rows, vocab, width = len(chunk.hidden_CH), len(chunk.weight_VH), blocks_triton.SLICE
         blocks = blocks_triton.Blocks(rows, vocab, chunk.weight_VH.device)
-        for start in range(0, vocab, blocks_triton.SLICE):
-            blocks.add(start, *(logits(h, w[start : start + blocks_triton.SLICE], chunk.dtype) for h, w in sides))
+        own = chunk.hidden_CH.new_empty(2, rows, min(width, vocab), dtype=torch.float32)
+        spare, first_of_spare = blocks.spare(width)
+        free: list[torch.cuda.Event | None] = [None, None]  # either pair, once its slice has been worked off
+        with Beside(chunk.weight_VH.device, blocks_triton.OVERLAP) as beside:
+            for i, start in enumerate(range(0, vocab, width)):
+                stop = min(start + width, vocab)
+                spared = blocks_triton.OVERLAP and i % 2 == 1 and stop <= first_of_spare
+                beside.wait(free[spared])
+                pair = (spare if spared else own)[..., : stop - start]
+                for (h, w), out in zip(sides, pair, strict=True):
+                    logits(h, w[start:stop], torch.float32, out)
+                free[spared] = beside.run(blocks.add, start, *pair)
         self.norms, self.value_C = blocks.combine()
         self.grad = blocks.grad
 

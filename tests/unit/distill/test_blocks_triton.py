@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from parity import reference
 
 from distill import logit_rows
-from verl_opsd.distill import dense
+from verl_opsd.distill import chunk, dense
+from verl_opsd.distill.beside import Beside
 
 if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
     pytest.skip(
@@ -19,6 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton
     )
 
 from verl_opsd.distill import blocks_triton
+from verl_opsd.distill.head import HeadTask
 
 
 @pytest.fixture(autouse=True)
@@ -111,3 +115,65 @@ def test_identical_masked_and_extreme_rows() -> None:
     want = (logp.exp() * d).sum()
     assert kl[2].item() == pytest.approx(float(want), rel=1e-6) and kl[2] > 9e3
     torch.testing.assert_close(grad[2].double(), logp.exp() * (d - want), rtol=1e-5, atol=1e-9)
+
+
+class Latest(Beside):
+    """A second stream that starts only when it is waited for: the latest that the order of the two allows."""
+
+    def __enter__(self) -> Latest:
+        self.waiting: list[Callable[[], object]] = []
+        self.done = 0
+        return self
+
+    def run(self, function: Callable[..., object], *args: object) -> int:  # type: ignore[override]
+        self.waiting.append(partial(function, *args))
+        return len(self.waiting)
+
+    def wait(self, event: int | None) -> None:  # type: ignore[override]
+        for work in self.waiting[self.done : event or 0]:
+            work()
+        self.done = max(self.done, event or 0)
+
+    def __exit__(self, *error: object) -> None:
+        self.wait(len(self.waiting))
+
+
+@pytest.mark.parametrize("vocab", [901, 640, 128, 50])
+def test_slices_worked_off_beside_the_next_products(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late or in order, the same numbers to the bit: nothing is overwritten before it was read; and they are the definition's."""
+
+    class Unharmed(blocks_triton.Blocks):
+        def add(self, start: int, *pair: torch.Tensor) -> None:
+            before = torch.stack(pair)
+            super().add(start, *pair)
+            assert torch.equal(before, torch.stack(pair))
+
+    monkeypatch.setattr(blocks_triton, "Blocks", Unharmed)
+    monkeypatch.setattr(blocks_triton, "SLICE", 128)
+    g = torch.Generator().manual_seed(4)
+    hidden, weight, other, other_weight = (torch.randn(n, 16, generator=g).bfloat16() for n in (2, vocab, 2, vocab))
+    task = HeadTask(kind="loss", index_N=torch.arange(2), coef_N=torch.tensor([0.3, 1.0]), teacher_weight_VH=other_weight)
+    part = chunk.ChunkInput.cut(task, slice(0, 2), hidden, weight, torch.float32, True)
+    assert part.coef_C is not None
+    results = []
+    for overlap, beside in ((False, Beside), (True, Beside), (True, Latest)):
+        monkeypatch.setattr(blocks_triton, "OVERLAP", overlap)
+        monkeypatch.setattr(chunk, "Beside", beside)
+        scored = chunk._OnePass(part, other, other_weight)
+        results.append((scored.value_C, *scored.norms, scored.grad(part.coef_C, torch.float32)))
+    for one in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], one, strict=True))
+    want, want_grad = definition(hidden.float() @ weight.float().T, other.float() @ other_weight.float().T, part.coef_C)
+    torch.testing.assert_close(results[0][0].double(), want, rtol=1e-5, atol=1e-7)
+    assert (results[0][-1] - want_grad).norm() < 2**-10 * want_grad.norm()
+
+
+@pytest.mark.parametrize("keep", [torch.float16, torch.float32])
+def test_spare_room_is_where_the_last_tokens_are_kept(keep: torch.dtype) -> None:
+    blocks = blocks_triton.Blocks(2, 901, torch.device("cpu"), keep)
+    blocks.prob_CV.zero_(), blocks.diff_CV.zero_()
+    room, first = blocks.spare(128)
+    room.fill_(1.0)
+    assert room.shape == (2, 2, 128) and first == 904 - 128 * (2 if keep == torch.float16 else 1)
+    assert not blocks.prob_CV[:, :first].any() and not blocks.diff_CV[:, :first].any()
+    assert blocks.spare(4096)[1] <= 0
