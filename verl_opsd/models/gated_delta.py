@@ -275,7 +275,7 @@ class GatedDeltaNet(modeling_qwen3_5.Qwen3_5GatedDeltaNet):
         tails = [None] * 3 if before is None else before.tail_BWC.split(sizes, dim=2)
         parts = zip(mixed_BTC.split(sizes, dim=2), weights, tails, strict=True)
         q, k, v = (self.kernels.conv(x, w, tail, cu) for x, w, tail in parts)
-        beta = self.in_proj_b(hidden_states).sigmoid()
+        beta = self.in_proj_b(hidden_states).float().sigmoid()
         rate = F.softplus(self.in_proj_a(hidden_states).float() + self.dt_bias)
         out, memory = self.kernels.delta(
             q.reshape(batch, tokens, -1, self.head_k_dim),

@@ -1,8 +1,8 @@
 """PEFT's LoRA on a frozen linear layer as one operation: no float32 copy of the input, no separate sum.
 
 PEFT casts the whole input to the adapter's float32, and under autocast back again; with rank 32 these copies cost more than the
-adapter's products. Here the products run in the compute dtype and are added into the base's output; masters and their gradients stay
-float32.
+adapter's products. Here the products run in the compute dtype, and the base's product is accumulated onto the adapter's: the sum is
+rounded once, and the adapter's own rounding is of its own size. Masters and their gradients are float32.
 
 Suffixes: M tokens, I in features, O out features, R rank.
 """
@@ -32,6 +32,18 @@ def second_forward() -> Iterator[None]:
         _SECOND.on = False
 
 
+def onto(start_MO: Tensor, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
+    """``start + x W^T`` in place; accumulated in float32 and rounded once."""
+    return start_MO.addmm_(x_MI, weight_OI.T)
+
+
+def master_grad(left_MR: Tensor, right_MI: Tensor, dtype: torch.dtype) -> Tensor:
+    """``left^T right`` in the dtype of a master, accumulated and kept in it."""
+    if left_MR.is_cuda and left_MR.dtype == right_MI.dtype != dtype:
+        return torch.mm(left_MR.T, right_MI, out_dtype=dtype)
+    return left_MR.T.to(dtype) @ right_MI.to(dtype)
+
+
 def _unused(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape)
 
@@ -43,13 +55,13 @@ class _FrozenLinearLora(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, dtype: torch.dtype, skip: bool
     ) -> Tensor:
-        x_MI, weight_OI, b_OR = x.reshape(-1, x.shape[-1]).to(dtype), weight_OI.to(dtype), b_OR.detach()
+        x_MI, weight_OI = x.reshape(-1, x.shape[-1]).to(dtype), weight_OI.to(dtype)
+        scaled_OR = (b_OR.detach() * scale).to(dtype)
         low_MR = x_MI @ a_RI.detach().to(dtype).T
         if skip:
             out_MO = _unused(x_MI, len(x_MI), len(weight_OI))
         else:
-            out_MO = torch.mm(x_MI, weight_OI.T)
-            out_MO.addmm_(low_MR, b_OR.to(dtype).T, alpha=scale)
+            out_MO = onto(low_MR @ scaled_OR.T, x_MI, weight_OI)
         ctx.save_for_backward(x_MI, weight_OI, a_RI, b_OR, low_MR)
         ctx.scale, ctx.shape, ctx.dtype = scale, x.shape, x.dtype
         return out_MO.reshape(*x.shape[:-1], -1)
@@ -60,14 +72,13 @@ class _FrozenLinearLora(torch.autograd.Function):
         x_MI, weight_OI, a_RI, b_OR, low_MR = ctx.saved_tensors
         dtype = x_MI.dtype
         grad_MO = grad.reshape(-1, grad.shape[-1]).to(dtype)
-        low_grad_MR = (grad_MO @ b_OR.to(dtype)).mul_(ctx.scale)
+        low_grad_MR = grad_MO @ (b_OR * ctx.scale).to(dtype)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = torch.mm(grad_MO, weight_OI)
-            grad_x.addmm_(low_grad_MR, a_RI.to(dtype))
+            grad_x = onto(low_grad_MR @ a_RI.to(dtype), grad_MO, weight_OI.T)
             grad_x = grad_x.reshape(ctx.shape).to(ctx.dtype)
-        grad_a = (low_grad_MR.T @ x_MI).to(a_RI.dtype)
-        grad_b = (grad_MO.T @ low_MR).to(b_OR.dtype) * ctx.scale
+        grad_a = master_grad(low_grad_MR, x_MI, a_RI.dtype)
+        grad_b = master_grad(grad_MO, low_MR, b_OR.dtype).mul_(ctx.scale)
         return grad_x, None, grad_a, grad_b, None, None, None
 
 

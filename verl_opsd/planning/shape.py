@@ -155,7 +155,7 @@ class ModelShape:
             inner = 2 * self.hidden + 6 * self.query + 4 * self.keys
         else:
             mixed = 2 * self.linear_keys + self.linear_values
-            inner = self.hidden + 2 * mixed + 3 * self.linear_values + self.linear_value_heads * (64 + 12)
+            inner = self.hidden + 2 * mixed + 3 * self.linear_values + self.linear_value_heads * (64 + 13)
         if self.fused:
             return self.kept_mlp_bytes() + BF16 * inner
         convolved = 0 if kind == "full_attention" else 2 * self.linear_keys + self.linear_values
