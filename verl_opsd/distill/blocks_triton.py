@@ -51,19 +51,20 @@ def _block_kernel(student, teacher, prob, diff, stats, start, W, FROM, TO, B, SI
     t = tl.load(teacher + row * FROM + at, mask=inside, other=-1e30)
     s_max = tl.max(s, 0)
     t_max = tl.max(t, 0)
+    t_there = tl.max(tl.where(s == s_max, t, -1e30), 0)  # the teacher's logit of the block's top token
+    close = tl.abs(s_max - t_max) <= 8.0
     s_low = s - s_max
     t_low = t - t_max
+    difference = tl.where(close, s - t, s_low - t_low)
     p = tl.exp(s_low)
     q = tl.exp(t_low)
+    first = tl.sum(p * s_low, 0)
     s_sum = tl.sum(p, 0)
     t_sum = tl.sum(q, 0)
-    t_there = tl.max(tl.where(s == s_max, t, -1e30), 0)  # the teacher's logit of the block's top token
     s_log = tl.log(s_sum)
     ratio = tl.log(tl.div_rn(s_sum, t_sum))  # of the normalisers; their own difference is rounded at their size
     p *= 1.0 / s_sum
     q *= 1.0 / t_sum
-    close = tl.abs(s_max - t_max) <= 8.0
-    difference = tl.where(close, s - t, s_low - t_low)
     kl = kl_terms(p, q, difference - (tl.where(close, s_max - t_max, 0.0) + ratio))
     tl.store(prob + row * TO + start + at, (p * 32768.0).to(prob.dtype.element_ty), mask=inside)
     # From the block's top token, then around the mean: where the student is sure of it, its number is near 0 and keeps its digits.
@@ -76,7 +77,7 @@ def _block_kernel(student, teacher, prob, diff, stats, start, W, FROM, TO, B, SI
     tl.store(place + SIZE, ratio)
     tl.store(place + 2 * SIZE, tl.sum(kl, 0))
     tl.store(place + 3 * SIZE, top + mean)
-    tl.store(place + 4 * SIZE, s_log - tl.sum(p * s_low, 0))
+    tl.store(place + 4 * SIZE, s_log - first / s_sum)
     tl.store(place + 5 * SIZE, s_max)
     tl.store(place + 6 * SIZE, t_max)
     tl.store(place + 7 * SIZE, tl.where(t_there == t_max, 1.0, 0.0))
@@ -173,7 +174,7 @@ class Blocks:
     def add(self, start: int, student_CW: Tensor, teacher_CW: Tensor) -> None:
         """Works off the logits of the tokens from ``start``, a multiple of ``BLOCK``; float32, of one row stride, contiguous in a row."""
         rows, width = student_CW.shape
-        assert student_CW.stride() == teacher_CW.stride() == (student_CW.stride(0), 1)
+        assert start % BLOCK == 0 and student_CW.stride() == teacher_CW.stride() == (student_CW.stride(0), 1)
         kept = (self.prob_CV, self.diff_CV, self.stats)
         grid = (triton.cdiv(width, BLOCK), rows)
         shape = (start, width, student_CW.stride(0), self.prob_CV.stride(0), self.blocks, self.stats[0].numel())
@@ -195,5 +196,5 @@ class Blocks:
         grad_CV = self.prob_CV.view(dtype) if same else torch.empty_like(self._kept[0], dtype=dtype)[:, :vocab]
         kept = (self.prob_CV, self.diff_CV, self.stats)
         shape = (vocab, grad_CV.stride(0), self.blocks, self.stats[0].numel())
-        _grad_kernel[(self.blocks, rows)](*kept, coef_C, grad_CV, *shape, BLOCK=BLOCK, num_warps=4)
+        _grad_kernel[(self.blocks, rows)](*kept, coef_C, grad_CV, *shape, BLOCK=BLOCK, num_warps=max(BLOCK // 256, 1))
         return grad_CV
