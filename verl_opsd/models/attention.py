@@ -5,6 +5,7 @@ Suffixes: B batch, A heads, T query tokens, S key tokens, D head dimension.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,8 +68,22 @@ def in_two(query: Tensor, key: Tensor, value: Tensor, attend: Callable[[Tensor, 
         attend(query, key[:, :, part], value[:, :, part], is_causal)
         for part, is_causal in ((slice(0, start), False), (slice(start, None), True))
     )
-    share = torch.sigmoid(early_sum - late_sum)[..., None].to(torch.float32)
-    return torch.lerp(late.float(), early.float(), share).to(query.dtype)
+    return join(early, early_sum, late, late_sum).to(query.dtype)
+
+
+def join(early_BATD: Tensor, early_sum_BAT: Tensor, late_BATD: Tensor, late_sum_BAT: Tensor) -> Tensor:
+    """[B, A, T, D] two attentions of the same queries over different keys as one; in float32, rounded once."""
+    if uses_triton(late_BATD):
+        from verl_opsd.models import scoring_triton
+
+        return scoring_triton.join(early_BATD, early_sum_BAT, late_BATD, late_sum_BAT)
+    share = torch.sigmoid(early_sum_BAT - late_sum_BAT)[..., None].to(torch.float32)
+    return torch.lerp(late_BATD.float(), early_BATD.float(), share).to(late_BATD.dtype)
+
+
+def uses_triton(x: Tensor) -> bool:
+    """Whether kernels of ``models.scoring_triton`` take this input."""
+    return x.is_cuda and importlib.util.find_spec("triton") is not None
 
 
 def _cudnn_is_fastest(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -289,8 +289,11 @@ class GatedDeltaNet(modeling_qwen3_5.Qwen3_5GatedDeltaNet):
         )
         if cache_params is not None:
             assert memory is not None
-            tail = mixed_BTC if before is None else torch.cat([before.tail_BWC, mixed_BTC[:, -self.conv_kernel_size :]], dim=1)
-            tail = F.pad(tail, (0, 0, max(self.conv_kernel_size - tail.shape[1], 0), 0))[:, -self.conv_kernel_size :]
-            cache_params.linear[self.layer_idx] = LayerState(tail.clone(), memory)
+            width = self.conv_kernel_size
+            tail = mixed_BTC[:, -width:]
+            if before is not None:
+                tail = torch.cat([before.tail_BWC, tail], dim=1)[:, -width:]
+            tail = F.pad(tail, (0, 0, width - tail.shape[1], 0))  # a copy
+            cache_params.linear[self.layer_idx] = LayerState(tail, memory)
         normed = self.kernels.gated_norm(out.reshape(-1, self.head_v_dim), gate, self.norm.weight, self.layer_norm_epsilon)
         return self.out_proj(normed.reshape(batch, tokens, -1))  # type: ignore[no-any-return]

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
-from verl_opsd.models import attention, kernels
+from verl_opsd.models import attention, kernels, scoring
 from verl_opsd.models.gated_delta import CarriedState
 from verl_opsd.models.memory import out_of_the_file
 from verl_opsd.planning.memory import PART, part_tokens
@@ -100,6 +100,8 @@ class DeviceTeacher:
         if hybrid:
             kernels.install(model, kernels.choose(kernels.Facts.of_this_process()))
             model.set_attn_implementation(attention.ATTENTION)
+        if self.carries:
+            scoring.install(model)
         model = model.eval().requires_grad_(False)
         self._head: nn.Linear = model.get_output_embeddings()
         self._model = model.to(self.device) if mesh is None else _sharded(model, self._head, mesh, self.device)

@@ -12,14 +12,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 from verl_opsd.distill.divergence import reverse_kl
 from verl_opsd.errors import OpsdError
+from verl_opsd.models.attention import uses_triton
 from verl_opsd.models.kernels import is_hybrid
 
 E4M3 = torch.float8_e4m3fn
@@ -28,6 +29,8 @@ LARGEST = torch.finfo(E4M3).max
 CAPABILITY = (8, 9)
 #: Products with a smaller side gain nothing.
 SMALLEST = 256
+#: Products of one input.
+SHARED = (("q_proj", "k_proj", "v_proj"), ("in_proj_qkv", "in_proj_z"), ("gate_proj", "up_proj"))
 #: How far the conditioning signal stands above the error of the precision, at every statistic of :data:`STATISTICS`.
 FACTOR = 10.0
 #: Statistics of per-position divergences that are compared; the names are the telemetry's.
@@ -40,8 +43,41 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).to(E4M3), scale
 
 
+def rounded(x: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """:func:`quantize` of the rows [M, I] of [..., I]; with ``up`` of SiLU(x) * up."""
+    x, up = x.reshape(-1, x.shape[-1]), None if up is None else up.reshape(-1, x.shape[-1])
+    if uses_triton(x):
+        from verl_opsd.teachers import fp8_triton
+
+        return fp8_triton.quantize(x, up)
+    return quantize(x if up is None else F.silu(x) * up)
+
+
+class Input:
+    """What several products share: their input, rounded by the first of them and forgotten by the last."""
+
+    def __init__(self, products: int):
+        self._products, self._left = products, 0
+        self._x: Tensor | None = None
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """:func:`rounded`, made anew where it is another tensor than that of the product before."""
+        if self._x is not x or self._found is None:
+            self._x, self._found, self._left = x, rounded(x), self._products
+        found = self._found
+        self._left -= 1
+        if self._left == 0:
+            self._x = self._found = None
+        return found
+
+
 class Fp8Linear(nn.Module):
-    """A frozen linear layer without bias whose weight is kept in e4m3."""
+    """A frozen linear layer without bias whose weight is kept in e4m3.
+
+    Attributes:
+        shared: its input, with the other products that read the same.
+    """
 
     weight_OI: Tensor
     scale_1O: Tensor
@@ -51,18 +87,31 @@ class Fp8Linear(nn.Module):
         weight, scale = quantize(linear.weight.detach())
         self.register_buffer("weight_OI", weight)
         self.register_buffer("scale_1O", scale.T.contiguous())
-        self._quantize: Any = torch.compile(quantize, dynamic=True) if weight.is_cuda else quantize
+        self.shared = Input(1)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O] in the dtype of ``x``."""
-        x_MI, scale_M1 = self._quantize(x.reshape(-1, x.shape[-1]))
-        if not x.is_cuda:  # the product of the rounded values, where there is no FP8 unit
-            out = (x_MI.float() * scale_M1) @ (self.weight_OI.float() * self.scale_1O.T).T
-            return out.to(x.dtype).reshape(*x.shape[:-1], -1)
-        out = torch._scaled_mm(
-            x_MI, self.weight_OI.T, scale_a=scale_M1, scale_b=self.scale_1O, out_dtype=x.dtype, use_fast_accum=True
-        )
-        return out.reshape(*x.shape[:-1], -1)
+        return self.product(self.shared.rounded(x), x)
+
+    def product(self, given: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
+        """[..., O] of rounded rows, in the dtype and the leading shape of ``like``."""
+        x_MI, scale_M1 = given
+        if x_MI.is_cuda:
+            out = torch._scaled_mm(
+                x_MI, self.weight_OI.T, scale_a=scale_M1, scale_b=self.scale_1O, out_dtype=like.dtype, use_fast_accum=True
+            )
+        else:  # the product of the rounded values, where there is no FP8 unit
+            out = ((x_MI.float() * scale_M1) @ (self.weight_OI.float() * self.scale_1O.T).T).to(like.dtype)
+        return out.reshape(*like.shape[:-1], -1)
+
+
+class Fp8MLP(qwen3_5.Qwen3_5MLP):
+    """SiLU(gate) * up is rounded as it is made; by a class swap where all three products are :class:`Fp8Linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As transformers'."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj.product(rounded(gate, up), x)
 
 
 def convert(model: nn.Module) -> int:
@@ -92,6 +141,15 @@ def convert(model: nn.Module) -> int:
     for parent, name, child in found:
         setattr(parent, name, Fp8Linear(child))
         child.weight = None  # type: ignore[assignment]
+    for parent in {id(parent): parent for parent, *_ in found}.values():
+        products = {name: child for name, child in parent.named_children() if isinstance(child, Fp8Linear)}
+        for names in SHARED:
+            together = [products[name] for name in names if name in products]
+            shared = Input(len(together))
+            for product in together:
+                product.shared = shared
+        if isinstance(parent, qwen3_5.Qwen3_5MLP) and len(products) == 3:
+            parent.__class__ = Fp8MLP
     return len(found)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import make_tiny, make_tiny_hybrid
@@ -57,6 +58,36 @@ def test_a_converted_teacher_is_near_and_measured(tmp_path: Path, monkeypatch: p
     assert 0 < float((a - b).norm() / a.norm()) < 0.6
     measured = fp8.error(a, b, exact.weight_VH, chunk=16)
     assert 0 < measured["median"] <= measured["p90"] <= measured["p99"] <= measured["max"]
+
+
+def test_what_several_products_read_is_rounded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each layer the MLP's input and what its last product reads, and as many of the attention or the delta rule; the numbers are those of
+    products that each round their own."""
+    monkeypatch.setattr(fp8, "SMALLEST", 32)
+    path = str(make_tiny_hybrid(tmp_path / "teacher", seed=3))
+    together, apart = (DeviceTeacher(path, torch.float32, "cpu", "t", fp8=True) for _ in range(2))
+    for m in apart._model.modules():
+        if isinstance(m, fp8.Fp8Linear):
+            m.shared = fp8.Input(1)
+        if isinstance(m, fp8.Fp8MLP):
+            m.__class__ = qwen3_5.Qwen3_5MLP
+    calls = []
+    monkeypatch.setattr(fp8, "quantize", lambda x, true=fp8.quantize: calls.append(len(x)) or true(x))
+    a = together.probe()
+    assert calls == [29] * 4 * 4
+    calls.clear()
+    assert torch.equal(a, apart.probe()) and len(calls) == 25
+    inputs = {id(m.shared): m.shared for m in together._model.modules() if isinstance(m, fp8.Fp8Linear)}.values()
+    assert all(i._x is None and i._found is None for i in inputs)  # nothing is held behind a forward
+
+
+def test_a_shared_input_is_known_by_itself() -> None:
+    """An equal tensor is another input, and one that was given up in the middle is not taken for the next."""
+    shared, x = fp8.Input(2), torch.ones(1, 4)
+    first = shared.rounded(x)
+    assert shared.rounded(x) is first and shared.rounded(x) is not first
+    other = shared.rounded(2 * x)
+    assert torch.equal(other[1], 2 * first[1])
 
 
 def test_error_is_the_divergence_by_hand() -> None:
