@@ -89,14 +89,15 @@ def eager(hidden_NS: Tensor, teacher_NT: Tensor, weight_VS: Tensor, weight_VT: T
 def parts(
     hidden_NS: Tensor, teacher_NT: Tensor, weight_VS: Tensor, weight_VT: Tensor, chunk: int, width: int
 ) -> dict[str, Callable[[], object]]:
-    """What one pass does with a chunk, part by part, in this order."""
+    """What one pass does, part by part: for the whole chunks, always with the first one's rows. In this order."""
     from verl_opsd.distill import blocks_triton
 
-    vocab = weight_VS.shape[0]
+    (n, _), (vocab, _), device = hidden_NS.shape, weight_VS.shape, weight_VS.device
     slices = [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
-    blocks = blocks_triton.Blocks(chunk, vocab, weight_VS.device)
-    pair = torch.zeros(2, chunk, width, device=weight_VS.device)
-    coef_C, grad_CS = torch.ones(chunk, device=weight_VS.device), torch.empty_like(hidden_NS[:chunk])
+    blocks = blocks_triton.Blocks(chunk, vocab, device)
+    pair = torch.zeros(2, chunk, width, device=device)
+    one, index_N = torch.ones((), device=device), torch.arange(n, device=device)
+    coef_C, grad_CS = one.repeat(chunk), torch.empty_like(hidden_NS[:chunk])
 
     def product(side: int, hidden_NH: Tensor, weight_VH: Tensor) -> None:
         for part in slices:
@@ -106,13 +107,17 @@ def parts(
         for part in slices:
             blocks.add(part.start, *pair[..., : part.stop - part.start])
 
+    def often(step: Callable[[], object]) -> Callable[[], object]:
+        return lambda: [step() for _ in range(n // chunk)]
+
     return {
-        "student's logits": partial(product, 0, hidden_NS, weight_VS),
-        "teacher's logits": partial(product, 1, teacher_NT, weight_VT),
-        "statistics": add,
-        "combine": blocks.combine,
-        "gradient": partial(blocks.grad, coef_C, torch.bfloat16),
-        "gradient's product": lambda: torch.mm(blocks.prob_CV.view(torch.bfloat16), weight_VS, out=grad_CS),
+        "student's logits": often(partial(product, 0, hidden_NS, weight_VS)),
+        "teacher's logits": often(partial(product, 1, teacher_NT, weight_VT)),
+        "statistics": often(add),
+        "their combination": often(blocks.combine),
+        "gradient": often(lambda: blocks.grad(coef_C, torch.bfloat16)),
+        "gradient's product": often(lambda: torch.mm(blocks.prob_CV.view(torch.bfloat16), weight_VS, out=grad_CS)),
+        "backward": lambda: torch.zeros_like(hidden_NS).index_add_(0, index_N, hidden_NS * one),
     }
 
 
@@ -196,14 +201,10 @@ def main() -> None:
                 continue
             with mock.patch.multiple(blocks_triton, **dict(zip(ways, way, strict=True))):
                 row(label, partial(head_step, chunk))
-                if not args.parts:
-                    continue
-                for part, step in parts(hidden_NS, teacher_NT, weight_VS, weight_VT, chunk, width).items():
-                    chunks = max(n // chunk, 1)
-                    seconds = measure(
-                        lambda step=step, chunks=chunks: [step() for _ in range(chunks)], clear, device, args.repeat
-                    )[0]
-                    seconds *= n / (chunk * chunks)
+                for part, step in (
+                    parts(hidden_NS, teacher_NT, weight_VS, weight_VT, chunk, width).items() if args.parts else ()
+                ):
+                    seconds = measure(step, clear, device, args.repeat)[0]
                     print(f"  {part:36} {seconds:9.4f} {seconds / floor:10.2f}", flush=True)
     else:
         print("one pass is not measured: it is taken with bf16 weights on a GPU")
