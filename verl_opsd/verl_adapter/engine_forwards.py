@@ -41,9 +41,12 @@ class ScoringEngine(WeightsEngine):
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
         """verl's; packed rows also say where they begin, for linear attention and :mod:`verl_opsd.models.attention`."""
+        places = micro_batch["position_ids"]
+        if places.dim() == 3:  # verl's form where the checkpoint has a processor of images; of text every row says the same
+            micro_batch = micro_batch.copy()
+            micro_batch["position_ids"] = torch.nested.nested_tensor_from_jagged(places.values()[0], places.offsets())
         model_inputs, output_args = super().prepare_model_inputs(micro_batch=micro_batch)
-        multimodal = hasattr(self.module.config, "vision_config")  # verl says it there in its own way
-        if not multimodal and model_inputs["attention_mask"] is None:
+        if model_inputs["attention_mask"] is None:
             bounds = micro_batch["input_ids"].offsets().to(model_inputs["input_ids"].device, torch.int64)
             if output_args["pad_size"]:
                 bounds = torch.cat([bounds, bounds[-1:] + output_args["pad_size"]])
@@ -66,8 +69,6 @@ class ScoringEngine(WeightsEngine):
         try:
             model_inputs = self.prepare_model_inputs(micro_batch=inputs)[0]
             length = model_inputs["input_ids"].shape[1]
-            if hasattr(self.module.config, "vision_config"):  # a multimodal model slices its inputs itself
-                length //= self.ulysses_sequence_parallel_size
             if task is None:
                 return ulysses.gathered_logits(self._run(model_inputs, None), inputs["input_ids"].values().numel(), group)
             part, self.mine_N = ulysses.local_task(task, dist.get_rank(group) * length, length)
@@ -105,35 +106,31 @@ class ScoringEngine(WeightsEngine):
         self.forwards += 1
         return run_head(self.module, self.head, task, self._autocast_dtype, model_inputs)
 
-    def inputs(self, ids: Sequence[Tensor], rope_rows: int | None = None) -> TensorDict:
+    def inputs(self, ids: Sequence[Tensor]) -> TensorDict:
         """Sequences as verl's micro-batch in the engine's layout, on the device.
 
         Args:
             ids: int64[T_i] each.
-            rope_rows: rows of the position ids in multimodal models (verl's 3-D form); None: 1-D positions.
         """
         device = get_device_id()
         place = [torch.arange(len(x), device=device) for x in ids]
-        if rope_rows is not None:
-            place = [p.expand(rope_rows, -1) for p in place]
         fields = {"input_ids": jagged([x.to(device) for x in ids]), "position_ids": tu.nested_tensor_from_tensor_list(place)}
         out = TensorDict(fields, batch_size=len(ids))
         tu.assign_non_tensor(out, temperature=1.0, use_remove_padding=self.use_remove_padding)
         return out
 
-    def hidden(self, ids: Sequence[Tensor], positions: Sequence[Tensor], rope_rows: int | None = None) -> list[Tensor]:
+    def hidden(self, ids: Sequence[Tensor], positions: Sequence[Tensor]) -> list[Tensor]:
         """Hidden states that the vocabulary head reads, from one forward over all sequences.
 
         Args:
             ids: int64[T_i] each.
             positions: int64[P_i] each, relative to the sequence.
-            rope_rows: as in :meth:`inputs`.
 
         Returns:
             [P_i, H] in the compute dtype, on the device.
         """
         index = layout_index([len(x) for x in ids], positions, self.use_remove_padding).to(get_device_id())
-        out = self.run(self.inputs(ids, rope_rows), HeadTask(kind="score", index_N=index))
+        out = self.run(self.inputs(ids), HeadTask(kind="score", index_N=index))
         return list(out[0].split([len(p) for p in positions]))
 
     def measure_layout(self) -> float:
@@ -188,17 +185,13 @@ class ScoringEngine(WeightsEngine):
         """
         rows = rows_of(data)
         passes = view_passes(rows, shift) if source == "view" else own_passes(rows, shift)
-        rope_rows = data["position_ids"].values().shape[0] if data["position_ids"].dim() == 3 else None
-        return self.score_passes(passes, [r["opsd_position"].numel() for r in rows], loss, rope_rows)
+        return self.score_passes(passes, [r["opsd_position"].numel() for r in rows], loss)
 
-    def score_passes(
-        self, passes: Sequence[Pass], counts: Sequence[int], loss: OpsdLoss, rope_rows: int | None = None
-    ) -> list[Tensor]:
+    def score_passes(self, passes: Sequence[Pass], counts: Sequence[int], loss: OpsdLoss) -> list[Tensor]:
         """:meth:`score` for passes that are made already. Every rank makes the same number of forwards, however many passes its rows have.
 
         Args:
             counts: loss positions of each row.
-            rope_rows: as in :meth:`inputs`.
         """
         out: list[Tensor] = [torch.empty(n, self.head.in_features, dtype=self._autocast_dtype) for n in counts]
         groups: list[list[Pass]] = group_passes(passes, *self._scoring_limits())
@@ -208,10 +201,10 @@ class ScoringEngine(WeightsEngine):
             if loss.teacher in COPIES and self._head_trains:
                 self._copy_head_VH = self.head_weight().to(self._autocast_dtype, copy=True)
             for group in groups:
-                hidden = self.hidden([p.ids_T for p in group], [p.index_N for p in group], rope_rows)
+                hidden = self.hidden([p.ids_T for p in group], [p.index_N for p in group])
                 for p, h in zip(group, hidden, strict=True):
                     out[p.row][p.slots_N] = h.to("cpu", self._autocast_dtype)
             nothing = torch.zeros(0, dtype=torch.int64)
             for _ in range(int(count) - len(groups)):
-                self.hidden([torch.zeros(2, dtype=torch.int64)], [nothing], rope_rows)
+                self.hidden([torch.zeros(2, dtype=torch.int64)], [nothing])
         return out

@@ -5,6 +5,7 @@ Suffixes: H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_opsd.distill.head import LossPositionHead, install_head
 from verl_opsd.errors import OpsdError
-from verl_opsd.models import attention, checkpointing, kernels
+from verl_opsd.models import attention, checkpointing, kernels, multimodal
 from verl_opsd.models.forward import adapters_off
 from verl_opsd.teachers.base import Voice
 from verl_opsd.verl_adapter import ulysses
@@ -47,6 +48,10 @@ class WeightsEngine(FSDPEngineWithLMHead):
                 "verl's sequence parallelism exchanges heads in flash attention only; others give wrong values silently",
                 f"set ulysses_sequence_parallel_size=1, or use flash_attention_2 or {ulysses.ATTENTION}",
             )
+        self._multimodal = multimodal.is_multimodal(model_config.hf_config)
+        if self._multimodal:  # verl would build the whole; positions, kernels and memory are those of its text model
+            model_config = copy.copy(model_config)
+            model_config.hf_config = multimodal.text_config(model_config.hf_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self._forget()
 
@@ -72,8 +77,7 @@ class WeightsEngine(FSDPEngineWithLMHead):
         if kernels.is_hybrid(module):
             if choice.delta == "fla":  # before any training, on a layer of the model's own shapes
                 kernels.require(module.config.get_text_config(), get_device_id(), torch.bfloat16, choice)
-            text_only = not hasattr(module.config, "vision_config")  # an image is not causal
-            if text_only and self.use_remove_padding and module.config._attn_implementation == "sdpa":
+            if self.use_remove_padding and module.config._attn_implementation == "sdpa":
                 module.set_attn_implementation(attention.ATTENTION)  # transformers' would build a mask over all packed rows
             print(f"kernels: {choice}; attention: {module.config._attn_implementation}", flush=True)
         kernels.install(module, choice)
@@ -96,6 +100,11 @@ class WeightsEngine(FSDPEngineWithLMHead):
                 p.data = p.data.float()
         kernels.fuse_adapters(adapted)
         return adapted
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's, by the names of the checkpoint that servers load."""
+        named, peft_config = super().get_per_tensor_param(*args, **kwargs)
+        return ((multimodal.stored_name(n), t) for n, t in named) if self._multimodal else named, peft_config
 
     def set_activations(self, chosen: checkpointing.Plan) -> None:
         """Which layers keep their activations from now on, in place of verl's all or none. Every rank gets the same plan: a layer that

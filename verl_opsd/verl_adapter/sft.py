@@ -107,8 +107,7 @@ class SftEngine(OpsdEngine):
         """Hidden states [N_r, H] of the untouched model at each row's loss positions."""
         ids, positions = data["input_ids"].unbind(), [positions_of(m) for m in data["loss_mask"].unbind()]
         passes = own_passes([{"input_ids": x, "opsd_position": p} for x, p in zip(ids, positions, strict=True)])
-        rope_rows = data["position_ids"].values().shape[0] if data["position_ids"].dim() == 3 else None
-        return self.score_passes(passes, [len(p) for p in positions], self._untouched, rope_rows)
+        return self.score_passes(passes, [len(p) for p in positions], self._untouched)
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's; an anchor keeps the weights as they were before."""

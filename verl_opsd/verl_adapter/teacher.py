@@ -342,8 +342,11 @@ class TeacherPool:
         )
 
     def _distance(self, probe_PH: Tensor) -> float:
-        ours, theirs = self.facts.probe_PH.float(), probe_PH.float()
-        return float(((ours - theirs).norm(dim=-1) / ours.norm(dim=-1)).max())
+        ours = self.facts.probe_PH.float()
+        apart_P = (ours - probe_PH.float()).norm(dim=-1)
+        return float(
+            torch.where(apart_P == 0, 0.0, apart_P / ours.norm(dim=-1)).max()
+        )  # a padding token's embedding may be zero
 
 
 def _portable(p: Pass) -> Pass:

@@ -8,6 +8,7 @@ from typing import Any
 import cpu_platform  # noqa: F401
 import torch
 from ranks import ADAPTER, INITIAL, MODELS, RANK, all_rows, build, gathered, mine, one_step, set_params
+from safetensors import safe_open
 from tiny import batch, make_row, reference_model
 
 from verl_opsd.models.forward import adapters_off
@@ -148,10 +149,28 @@ def case_grouping() -> dict:
 
 
 def case_rope() -> dict:
-    """Position ids of multimodal models: verl's own preparation of the scoring inputs, packed and padded."""
+    """Position ids of checkpoints with a processor of images (verl's four rows): what verl makes of the inputs, packed and padded."""
     out = {}
     for packed in (True, False):
-        engine = build("untied", packed=packed)
-        prepared, _ = engine.prepare_model_inputs(engine.inputs([torch.arange(5), torch.arange(3)], rope_rows=4))
+        engine = build("hybrid", packed=packed)
+        given = engine.inputs([torch.arange(5), torch.arange(3)])
+        rows = [torch.arange(n).expand(4, -1) for n in (5, 3)]
+        given["position_ids"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        prepared, _ = engine.prepare_model_inputs(given)
         out["packed" if packed else "padded"] = prepared["position_ids"].tolist()
+    return out
+
+
+def case_multimodal() -> dict:
+    """A multimodal checkpoint against the text model inside it: gradients, and what is published, by the names of the files."""
+    out: dict[str, Any] = {}
+    for lora in (True, False):
+        text, whole = (build(name, lora) for name in ("hybrid", "multimodal"))
+        want, got = (one_step(e, batch(mine(all_rows())), ADAPTER if lora else INITIAL)["grads"] for e in (text, whole))
+        out[f"grads_{lora}"] = max(float((got[k] - want[k]).abs().max()) for k in want) if want.keys() == got.keys() else None
+        inside, published = (dict(e.get_per_tensor_param(base_sync_done=True)[0]) for e in (text, whole))
+        out[f"same_{lora}"] = [torch.equal(a, b) for a, b in zip(inside.values(), published.values(), strict=True)]
+        out[f"names_{lora}"] = sorted(published)
+    with safe_open(f"{MODELS}/multimodal/model.safetensors", "pt") as f:
+        out["stored"] = sorted(f.keys())
     return out

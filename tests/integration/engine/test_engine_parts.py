@@ -27,6 +27,7 @@ CASES = {
         "adapters_off",
         "grouping",
         "rope",
+        "multimodal",
         "logprobs",
         "hybrid",
         "adapter_dtype",
@@ -272,10 +273,20 @@ def test_layout_threshold_tells_leakage_from_rounding(measured: Any, dtype: str)
     assert 2 * sound < limit < leaking / 2
 
 
-def test_multimodal_position_ids(measured: Any) -> None:
+def test_position_ids_of_images_are_those_of_text(measured: Any) -> None:
     found = measured(1, "rope")
-    assert found["packed"] == [[[0, 1, 2, 3, 4, 0, 1, 2]]] * 4
-    assert found["padded"] == [[[0, 1, 2, 3, 4], [0, 1, 2, 0, 0]]] * 4
+    assert found["packed"] == [[0, 1, 2, 3, 4, 0, 1, 2]]
+    assert found["padded"] == [[0, 1, 2, 3, 4], [0, 1, 2, 0, 0]]
+
+
+def test_a_multimodal_checkpoint_is_trained_as_its_text_model_and_published_as_it_is_stored(measured: Any) -> None:
+    found = measured(1, "multimodal")
+    assert found["grads_True"] == found["grads_False"] == 0.0
+    assert all(found["same_True"]) and all(found["same_False"])
+    text = {n for n in found["stored"] if "visual" not in n}
+    assert set(found["names_False"]) == text and len(text) < len(found["stored"])
+    modules = {n.removeprefix("base_model.model.").split(".lora_")[0] + ".weight" for n in found["names_True"]}
+    assert modules and modules < text and "model.language_model.layers.0.mlp.up_proj.weight" in modules
 
 
 def test_other_losses_take_verls_path(measured: Any) -> None:

@@ -10,7 +10,14 @@ from peft import LoraConfig, get_peft_model
 from tensordict import TensorDict
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteConfig,
+    PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3Config,
+)
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from verl.utils import tensordict_utils as tu
 
@@ -32,7 +39,8 @@ _HYBRID: dict[str, Any] = dict(
 
 
 def make_models(root: Path) -> None:
-    """untied and tied Qwen3, a wider one (a teacher), a Qwen3.5 text hybrid, and Granite, which scales its logits after the head."""
+    """untied and tied Qwen3, a wider one (a teacher), a Qwen3.5 text hybrid, a multimodal
+    checkpoint around it, and Granite, which scales its logits after the head."""
     configs = {
         "untied": Qwen3Config(**_COMMON, num_hidden_layers=3, tie_word_embeddings=False),
         "tied": Qwen3Config(**_COMMON, num_hidden_layers=3, tie_word_embeddings=True),
@@ -54,6 +62,18 @@ def make_models(root: Path) -> None:
                 p.data.mul_(4)  # so that distributions are far from uniform and from each other
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
+        if name == "hybrid":
+            _around(model).save_pretrained(root / "multimodal")
+            tokenizer.save_pretrained(root / "multimodal")
+
+
+def _around(text: Any) -> Any:
+    """A multimodal model that holds a text model's weights, as published Qwen3.5 checkpoints do."""
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": H}
+    whole = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision))
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    return whole
 
 
 def make_row(seed: int, loss_tokens: bool = True, per_turn: bool = False, brief: int = 6, coef: float | None = None) -> dict:

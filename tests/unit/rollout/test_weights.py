@@ -53,6 +53,17 @@ def test_adapter_is_served_and_a_second_one_replaces_it(qwen3):
     assert again.changed == 0
 
 
+def test_names_of_a_multimodal_checkpoint_bind_to_its_text_model(qwen3):
+    reference, tensors, config = trained_adapter(qwen3.stock, 1)
+    stored = {k.replace("model.model.", "model.model.language_model."): v for k, v in tensors.items()}
+    assert stored.keys().isdisjoint(tensors)
+    model, report = load_adapter(qwen3.served, stored, config, 1)
+    assert report.bound == 28
+    np.testing.assert_allclose(served_logprobs(model), logprobs(reference), atol=2e-6)
+    full = {k.replace("model.", "model.language_model."): v for k, v in qwen3.stock.state_dict().items()}
+    assert load_full(model, full, 2).bound == len(full)
+
+
 def test_first_publish_with_zero_B_is_allowed_and_reported(qwen3):
     _, tensors, config = trained_adapter(qwen3.stock, 1)
     tensors = {k: torch.zeros_like(v) if "lora_B" in k else v for k, v in tensors.items()}

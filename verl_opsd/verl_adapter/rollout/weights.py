@@ -16,6 +16,7 @@ from peft.utils.save_and_load import get_peft_model_state_dict
 from torch import Tensor, nn
 
 from verl_opsd.errors import OpsdError
+from verl_opsd.models.multimodal import text_name
 
 _NAMES_SHOWN = 5
 
@@ -62,6 +63,7 @@ def load_adapter(
         OpsdError: a name that does not bind, a missing name, another shape, a non-finite value, or an adapter config
             other than the one before. The served weights are unchanged then.
     """
+    tensors = {text_name(n): t for n, t in tensors.items()}
     config = PeftConfig.from_peft_type(**peft_config)
     if isinstance(model, PeftModel):
         served = model
@@ -92,7 +94,7 @@ def load_full(model: nn.Module, tensors: Mapping[str, Tensor], step: int | None)
     tied: dict[int, list[str]] = {}
     for name, place in places.items():
         tied.setdefault(place.data_ptr(), []).append(name)
-    tensors = {_plain(n): t for n, t in tensors.items()}
+    tensors = {text_name(_plain(n)): t for n, t in tensors.items()}
     same = {name: names for names in tied.values() for name in names}
     changed = _bind(places, tensors, "full", tied=same)
     dtypes = tuple(sorted({str(t.dtype) for t in tensors.values()}))
