@@ -248,6 +248,7 @@ class Bench:
         free()
         work = lambda: teacher.score(passes)  # noqa: E731
         self.row(context, "teacher, FP8", work, context, 2 * teacher_n * context, lambda: f"{products} products")
+        self.profile(context, "teacher, FP8", work)
         rounded_NH = teacher.score(passes).hidden_NH
         assert exact_NH is not None and rounded_NH is not None
         found = fp8.error(exact_NH.to(self.devices[-1]), rounded_NH.to(self.devices[-1]), teacher.weight_VH)

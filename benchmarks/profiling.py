@@ -22,11 +22,11 @@ KINDS = (
     ("convolution", r"causal_conv1d|conv1d"),
     ("delta rule, backward", r"(chunk|delta|prepare_wy|l2norm|kkt|w_u).*bwd"),
     ("delta rule, forward", r"chunk_|delta|recompute_w_u|l2norm|kkt|solve_tril|cumsum"),
-    ("norms and gates", r"rms_norm|layer_norm|swiglu|silu|_rms"),
+    ("norms and gates", r"rms_norm|layer_norm|swiglu|silu|_rms|sigmoid_gate_kernel"),
     ("matrix products", r"gemm|nvjet|xmma|cutlass|cublas|splitk"),
     ("optimizer", r"multi_tensor|adam"),
     ("copies between host and device", r"memcpy (htod|dtoh)"),
-    ("elementwise, copies, sums", r"elementwise|copy|memcpy|memset|cat|reduce|index|triton_|fill|gather|scatter"),
+    ("elementwise, copies, sums", r"elementwise|copy|memcpy|memset|cat|reduce|index|triton_|fill|gather|scatter|join_kernel"),
 )
 
 

@@ -130,7 +130,7 @@ def rope_norm(x_BTAD: Tensor, weight_D: Tensor, cos_BTR: Tensor, sin_BTR: Tensor
     out_BATD = x_BTAD.new_empty(batch, heads, tokens, size)
     cos_BTR, sin_BTR = (t.expand(batch, -1, -1).contiguous() for t in (cos_BTR, sin_BTR))
     rows, block = batch * tokens * heads, triton.next_power_of_2(size)
-    each = max(SPAN // block, 1)
+    each = max(SPAN // (2 * block), 1)  # a program holds two numbers for each
     _rope_rms_norm_kernel[(triton.cdiv(rows, each),)](
         x_BTAD,
         out_BATD,

@@ -51,12 +51,12 @@ def backward_bytes(shape: ModelShape, kind: Kind) -> float:
 
 
 def forward_bytes(shape: ModelShape) -> float:
-    """Of one token in a forward without gradient: the largest layer at work."""
+    """Of one token in a forward without gradient: the largest layer at work, with the two hidden states that it got, its sum and its norm."""
     states = shape.linear_value_heads * shape.linear_key_dim * shape.linear_value_dim / 64
     mixed = 2 * shape.linear_keys + shape.linear_values
-    mlp = 3 * shape.hidden + 3 * shape.intermediate
-    linear = 3 * shape.hidden + 2 * mixed + 5 * shape.linear_values + states
-    return BF16 * max(mlp, linear, 3 * shape.hidden + 5 * shape.query)
+    mlp = 4 * shape.hidden + 3 * shape.intermediate
+    linear = 4 * shape.hidden + 2 * mixed + 5 * shape.linear_values + states
+    return BF16 * max(mlp, linear, 4 * shape.hidden + 5 * shape.query)
 
 
 def step_bytes(shape: ModelShape, tokens: int, chosen: Plan) -> float:
