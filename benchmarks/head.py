@@ -1,12 +1,12 @@
 """Time and peak memory of the loss-position head: exact divergences over the full vocabulary, forward and backward.
 
     python benchmarks/head.py [--one-pass 640 768] [--slice 11264 22528] [--kept 256 320 1024] [--repeat 5] [--no-others]
-    python benchmarks/head.py --overlap 0 1 --block 1024 512 --warps 1 2 4 --parts --kept --no-others
+    python benchmarks/head.py --spare none wide beside --block 1024 512 --warps 1 2 4 --parts --kept --no-others
 
 Reverse KL has two ways to the same numbers: one pass over logits that are made slice by slice (``distill.blocks_triton``; bf16 weights on
 a GPU), and passes over a chunk's float32 logits, which are kept (everywhere else, and every other divergence), each in chunks of so many
-loss positions; the slices of one pass are of so many tokens. ``--overlap 1`` works a slice off beside the products of the next one, with a
-second stream; ``--block`` and ``--warps`` are those of its kernel. ``--parts`` measures each part of one pass by itself.
+loss positions; the slices of one pass are of so many tokens. ``--spare`` (``blocks_triton.SPARE``) is what memory that is free
+meanwhile is used for, ``--block`` and ``--warps`` are those of the statistics' kernel. ``--parts`` measures each part of one pass by itself.
 
 Compared with the same loss in plain torch on full logits, and with the three matrix products that nothing can avoid:
 student logits, teacher logits, gradient to the student's hidden states. Liger's fused JSD (``pip install liger-kernel``) is
@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one-pass", type=int, nargs="*", default=[640, 768])
     parser.add_argument("--slice", type=int, nargs="*", default=[11264, 22528])
-    parser.add_argument("--overlap", type=int, nargs="*", choices=[0, 1])
+    parser.add_argument("--spare", nargs="*", choices=["none", "wide", "beside"])
     parser.add_argument("--block", type=int, nargs="*")
     parser.add_argument("--warps", type=int, nargs="*")
     parser.add_argument("--parts", action="store_true")
@@ -189,13 +189,13 @@ def main() -> None:
 
         ways = {
             "SLICE": args.slice,
-            "OVERLAP": args.overlap or [blocks_triton.OVERLAP],
+            "SPARE": [None if s == "none" else s for s in args.spare or [blocks_triton.SPARE or "none"]],
             "BLOCK": args.block or [blocks_triton.BLOCK],
             "WARPS": args.warps or [blocks_triton.WARPS],
         }
         for chunk, *way in itertools.product(args.one_pass, *ways.values()):
-            width, overlap, block, warps = way
-            label = f"{chunk} x {width}, block {block}/{warps}{', beside' if overlap else ''}"
+            width, spare, block, warps = way
+            label = f"{chunk} x {width}, block {block}/{warps}{', ' + spare if spare else ''}"
             if width % block:
                 print(f"{label:38} a slice is of whole blocks", flush=True)
                 continue

@@ -134,19 +134,15 @@ class _OnePass:
 
         sides = (chunk.hidden_CH, chunk.weight_VH), (other_CT, other_VT)
         self.labels = None if chunk.labels_C is None else tuple(_label_logits(h, w, chunk.labels_C) for h, w in sides)
-        rows, vocab, width = len(chunk.hidden_CH), len(chunk.weight_VH), blocks_triton.SLICE
+        rows, vocab = len(chunk.hidden_CH), len(chunk.weight_VH)
         blocks = blocks_triton.Blocks(rows, vocab, chunk.weight_VH.device)
-        own = chunk.hidden_CH.new_empty(2, rows, min(width, vocab), dtype=torch.float32)
-        spare, first_of_spare = blocks.spare(width)
-        free: list[torch.cuda.Event | None] = [None, None]  # either pair, once its slice has been worked off
-        with Beside(chunk.weight_VH.device, blocks_triton.OVERLAP) as beside:
-            for i, start in enumerate(range(0, vocab, width)):
-                stop = min(start + width, vocab)
-                spared = blocks_triton.OVERLAP and i % 2 == 1 and stop <= first_of_spare
+        own = chunk.hidden_CH.new_empty(2, rows, min(blocks_triton.SLICE, vocab), dtype=torch.float32)
+        free: list[torch.cuda.Event | None] = [None, None]  # either room, once its slice has been worked off
+        with Beside(chunk.weight_VH.device, blocks_triton.SPARE == "beside") as beside:
+            for start, pair, spared in blocks.slices(own):
                 beside.wait(free[spared])
-                pair = (spare if spared else own)[..., : stop - start]
                 for (h, w), out in zip(sides, pair, strict=True):
-                    logits(h, w[start:stop], torch.float32, out)
+                    logits(h, w[start : start + out.shape[1]], torch.float32, out)
                 free[spared] = beside.run(blocks.add, start, *pair)
         self.norms, self.value_C = blocks.combine()
         self.grad = blocks.grad

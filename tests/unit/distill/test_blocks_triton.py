@@ -156,8 +156,8 @@ def test_slices_worked_off_beside_the_next_products(vocab: int, monkeypatch: pyt
     part = chunk.ChunkInput.cut(task, slice(0, 2), hidden, weight, torch.float32, True)
     assert part.coef_C is not None
     results = []
-    for overlap, beside in ((False, Beside), (True, Beside), (True, Latest)):
-        monkeypatch.setattr(blocks_triton, "OVERLAP", overlap)
+    for spare, beside in ((None, Beside), ("wide", Beside), ("beside", Beside), ("beside", Latest)):
+        monkeypatch.setattr(blocks_triton, "SPARE", spare)
         monkeypatch.setattr(chunk, "Beside", beside)
         scored = chunk._OnePass(part, other, other_weight)
         results.append((scored.value_C, *scored.norms, scored.grad(part.coef_C, torch.float32)))
@@ -169,11 +169,22 @@ def test_slices_worked_off_beside_the_next_products(vocab: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("keep", [torch.float16, torch.float32])
-def test_spare_room_is_where_the_last_tokens_are_kept(keep: torch.dtype) -> None:
+@pytest.mark.parametrize("spare", [None, "wide", "beside"])
+def test_slices_are_the_vocabulary_and_keep_nothing_in_their_room(
+    spare: str | None, keep: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks_triton, "SPARE", spare)
     blocks = blocks_triton.Blocks(2, 901, torch.device("cpu"), keep)
-    blocks.prob_CV.zero_(), blocks.diff_CV.zero_()
-    room, first = blocks.spare(128)
-    room.fill_(1.0)
-    assert room.shape == (2, 2, 128) and first == 904 - 128 * (2 if keep == torch.float16 else 1)
-    assert not blocks.prob_CV[:, :first].any() and not blocks.diff_CV[:, :first].any()
-    assert blocks.spare(4096)[1] <= 0
+    own, known, spares = torch.empty(2, 2, 64), 0, 0
+    for start, pair, spared in blocks.slices(own):
+        width = pair.shape[2]
+        assert start == known and pair.shape == (2, 2, width) and pair.stride(2) == 1 and (spared or width <= 64)
+        blocks.prob_CV.zero_(), blocks.diff_CV.zero_()
+        pair.fill_(1.0)
+        known += width
+        spares += spared
+        kept = blocks.prob_CV[:, :known].any() or blocks.diff_CV[:, :known].any()
+        assert not kept and spared == bool((blocks.prob_CV != 0).any())
+    # Of 904 columns a spare slice needs those that are not begun to be three times its width (kept in 32 bits: twice). Widths are 256, 192
+    # and 128 (448, 192, 128); or each second one of 64, from the second to the twelfth.
+    assert known == 901 and spares == {None: 0, "wide": 3, "beside": 6}[spare]
