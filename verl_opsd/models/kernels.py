@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 from verl_opsd.errors import OpsdError
-from verl_opsd.models import attention
+from verl_opsd.models import attention, remade
 from verl_opsd.models.gated_delta import FlaKernels, GatedDeltaNet, Kernels, ReferenceKernels, TorchKernels
 from verl_opsd.models.lora import FusedLoraLinear
 
@@ -113,7 +113,10 @@ class LigerNorm(qwen3_5.Qwen3_5RMSNorm):
         """As transformers'."""
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-        return LigerRMSNormFunction.apply(x, self.weight, self.eps, 1.0, "gemma", False)  # type: ignore[no-any-return]
+        def normed(x: Tensor, weight: Tensor) -> Tensor:
+            return LigerRMSNormFunction.apply(x, weight, self.eps, 1.0, "gemma", False)  # type: ignore[no-any-return]
+
+        return remade.note(normed(x, self.weight), normed, x, self.weight)
 
 
 class LigerMLP(qwen3_5.Qwen3_5MLP):
@@ -123,7 +126,11 @@ class LigerMLP(qwen3_5.Qwen3_5MLP):
         """As transformers'."""
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-        return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        # down_proj's backward makes its input again before that of the product writes its gradients over gate and up.
+        product = remade.note(LigerSiLUMulFunction.apply(gate, up), LigerSiLUMulFunction.apply, gate, up)
+        del gate, up
+        return self.down_proj(product)  # type: ignore[no-any-return]
 
 
 def is_hybrid(model: nn.Module) -> bool:

@@ -19,6 +19,8 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from verl_opsd.models import remade
+
 _SECOND = threading.local()
 
 
@@ -49,11 +51,21 @@ def _unused(like: Tensor, *shape: int) -> Tensor:
 
 
 class _FrozenLinearLora(torch.autograd.Function):
-    """x W^T + s (x A^T) B^T with W frozen; with ``skip`` what backward needs alone, and an output that nothing reads."""
+    """x W^T + s (x A^T) B^T with W frozen; with ``skip`` what backward needs alone, and an output that nothing reads. With ``make`` not x
+    waits for backward but ``of``, from which it is made again."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, dtype: torch.dtype, skip: bool
+        ctx: Any,
+        x: Tensor,
+        weight_OI: Tensor,
+        a_RI: Tensor,
+        b_OR: Tensor,
+        scale: float,
+        dtype: torch.dtype,
+        skip: bool,
+        make: remade.Make | None,
+        *of: Tensor,
     ) -> Tensor:
         x_MI, weight_OI = x.reshape(-1, x.shape[-1]).to(dtype), weight_OI.to(dtype)
         scaled_OR = (b_OR.detach() * scale).to(dtype)
@@ -62,15 +74,16 @@ class _FrozenLinearLora(torch.autograd.Function):
             out_MO = _unused(x_MI, len(x_MI), len(weight_OI))
         else:
             out_MO = onto(low_MR @ scaled_OR.T, x_MI, weight_OI)
-        ctx.save_for_backward(x_MI, weight_OI, a_RI, b_OR, low_MR)
-        ctx.scale, ctx.shape, ctx.dtype = scale, x.shape, x.dtype
+        ctx.save_for_backward(weight_OI, a_RI, b_OR, low_MR, *((x_MI,) if make is None else of))
+        ctx.make, ctx.scale, ctx.shape, ctx.dtype = make, scale, x.shape, x.dtype
         return out_MO.reshape(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_MI, weight_OI, a_RI, b_OR, low_MR = ctx.saved_tensors
-        dtype = x_MI.dtype
+        weight_OI, a_RI, b_OR, low_MR, *of = ctx.saved_tensors
+        dtype = low_MR.dtype
+        x_MI = of[0] if ctx.make is None else ctx.make(*of).reshape(-1, ctx.shape[-1]).to(dtype)
         grad_MO = grad.reshape(-1, grad.shape[-1]).to(dtype)
         low_grad_MR = grad_MO @ (b_OR * ctx.scale).to(dtype)
         grad_x = None
@@ -79,7 +92,7 @@ class _FrozenLinearLora(torch.autograd.Function):
             grad_x = grad_x.reshape(ctx.shape).to(ctx.dtype)
         grad_a = master_grad(low_grad_MR, x_MI, a_RI.dtype)
         grad_b = master_grad(grad_MO, low_MR, b_OR.dtype).mul_(ctx.scale)
-        return grad_x, None, grad_a, grad_b, None, None, None
+        return grad_x, None, grad_a, grad_b, None, None, None, None, *(None for _ in of)
 
 
 class FusedLoraLinear(Linear):
@@ -110,5 +123,6 @@ class FusedLoraLinear(Linear):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else base.weight.dtype
         a, b = self.lora_A[active[0]].weight, self.lora_B[active[0]].weight
         skip = self.ends_layer and getattr(_SECOND, "on", False)
-        out: Tensor = _FrozenLinearLora.apply(x, base.weight, a, b, self.scaling[active[0]], dtype, skip)
+        make, of = remade.recipe(x)
+        out: Tensor = _FrozenLinearLora.apply(x, base.weight, a, b, self.scaling[active[0]], dtype, skip, make, *of)
         return out

@@ -37,8 +37,8 @@ def head_bytes(shape: ModelShape) -> float:
 
 
 def backward_bytes(shape: ModelShape, kind: Kind) -> float:
-    """Of one token in one layer's backward, above what the layer keeps: the gated MLP at work, or attention or the delta rule at work once
-    the MLP's own activations are gone.
+    """Of one token in one layer's backward, above what it reads: the gated MLP at work, or attention or the delta rule at work once the
+    MLP's own activations are gone.
 
     A fused gate writes the gradients of its inputs over the inputs.
     """
@@ -47,7 +47,7 @@ def backward_bytes(shape: ModelShape, kind: Kind) -> float:
     if kind == "linear_attention":
         states = 2 * shape.linear_value_heads * shape.linear_key_dim * shape.linear_value_dim / 64
         mixer = BF16 * (2 * shape.hidden + states + 9 * shape.linear_values)
-    return max(mlp, mixer - shape.kept_mlp_bytes())
+    return max(mlp, mixer - shape.saved_mlp_bytes())
 
 
 def forward_bytes(shape: ModelShape) -> float:
@@ -62,13 +62,13 @@ def forward_bytes(shape: ModelShape) -> float:
 def step_bytes(shape: ModelShape, tokens: int, chosen: Plan) -> float:
     """Of a student's step on ``tokens`` tokens, beside weights and optimizer state.
 
-    Backward goes from the last layer to the first: at each one the layers before it still keep theirs, and this one has what it kept or
-    made again, and works.
+    Backward goes from the last layer to the first: at each one the layers before it still keep theirs, and this one has all that it
+    reads, kept or made again, and works.
     """
     before, peak = 0.0, head_bytes(shape)
     for kind, keep in zip(shape.kinds, chosen.keep, strict=True):
         stays = shape.kept_bytes(kind) if keep else (0 if chosen.offload else shape.boundary_bytes())
-        again = 0 if keep else shape.kept_bytes(kind)
+        again = shape.remade_bytes(kind) if keep else shape.saved_bytes(kind)
         peak = max(peak, tokens * (before + stays + again + backward_bytes(shape, kind)) + head_bytes(shape))
         before += stays
     return peak

@@ -138,18 +138,18 @@ class ModelShape:
         """Bytes that a checkpointed layer keeps: its input."""
         return BF16 * self.hidden
 
-    def kept_mlp_bytes(self) -> int:
-        """Of :meth:`kept_bytes`, those of the gated MLP and its norm."""
+    def saved_mlp_bytes(self) -> int:
+        """Of :meth:`saved_bytes`, those of the gated MLP and its norm."""
         if self.fused:
             return BF16 * (2 * self.hidden + 3 * self.intermediate)
         return BF16 * (2 * self.hidden + 4 * self.intermediate) + 8 * self.hidden
 
-    def kept_bytes(self, kind: Kind) -> int:
-        """Bytes that a layer keeps for its backward when it is not checkpointed, with adapters on :data:`TARGETS`.
+    def saved_bytes(self, kind: Kind) -> int:
+        """Bytes that a layer's backward reads, with adapters on :data:`TARGETS`.
 
         Inputs of both norms; inputs of adapted products; gate, up and their product; what the kernels of attention or of the
         delta rule save (q, k, v, output, and for the delta rule the convolution's input, decays, and a 64 x 64 matrix a chunk).
-        Layers that are not fused also keep two float32 copies of each norm's input, SiLU(gate), and the convolution's input in float32.
+        Layers that are not fused also save two float32 copies of each norm's input, SiLU(gate), and the convolution's input in float32.
         """
         if kind == "full_attention":
             inner = 2 * self.hidden + 6 * self.query + 4 * self.keys
@@ -157,9 +157,19 @@ class ModelShape:
             mixed = 2 * self.linear_keys + self.linear_values
             inner = self.hidden + 2 * mixed + 3 * self.linear_values + self.linear_value_heads * (64 + 13)
         if self.fused:
-            return self.kept_mlp_bytes() + BF16 * inner
+            return self.saved_mlp_bytes() + BF16 * inner
         convolved = 0 if kind == "full_attention" else 2 * self.linear_keys + self.linear_values
-        return self.kept_mlp_bytes() + BF16 * inner + 8 * self.hidden + 4 * convolved
+        return self.saved_mlp_bytes() + BF16 * inner + 8 * self.hidden + 4 * convolved
+
+    def remade_bytes(self, kind: Kind) -> int:
+        """Of :meth:`saved_bytes`, those that a fused layer makes again in backward (``models.remade``) and does not keep: the gated MLP's
+        input and the gate's product, and the input of adapted attention or the delta rule's normed output."""
+        mixer = self.hidden if kind == "full_attention" else self.linear_values + 2 * self.linear_value_heads
+        return BF16 * (self.hidden + self.intermediate + mixer) if self.fused else 0
+
+    def kept_bytes(self, kind: Kind) -> int:
+        """Bytes that a layer keeps for its backward when it is not checkpointed."""
+        return self.saved_bytes(kind) - self.remade_bytes(kind)
 
     def carried_bytes(self) -> int:
         """Bytes of keys and values that a sequence in parts carries."""

@@ -77,7 +77,7 @@ def shared_layer_bytes(config: DictConfig, opsd: OpsdConfig, student: ModelShape
     sequence = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     if sequence == 1 or "linear_attention" not in student.kinds:
         return 0.0
-    layer = student.kept_bytes("linear_attention") + memory.backward_bytes(student, "linear_attention")
+    layer = student.saved_bytes("linear_attention") + memory.backward_bytes(student, "linear_attention")
     return forward_tokens(config, opsd) * (sequence - 1) * layer
 
 

@@ -66,6 +66,10 @@ def test_predictions_are_near_what_an_h200_measured(context: int, side: str, sec
         chosen = plan(STUDENT, context, int(kept[1]), "on the host" in note)
         beside = teacher if side == "student" else 2 * 248320 * 5120
         found = student + beside + memory.step_bytes(STUDENT, context, chosen)
+        # These rows were measured when a kept layer also kept what its backward now makes again; the last one is at work at the peak.
+        found += context * sum(
+            STUDENT.remade_bytes(k) for k, keep in zip(STUDENT.kinds[:-1], chosen.keep, strict=False) if keep
+        )
         time = planner.step_seconds(STUDENT, H200, context, chosen)
     assert found / 1e9 == pytest.approx(peak, rel=0.1)
     assert time == pytest.approx(seconds, rel=0.2)
