@@ -99,9 +99,8 @@ class DeviceTeacher:
         self.carries = hybrid and mesh is None  # parts and branches are forwards whose number depends on the row
         if hybrid:
             kernels.install(model, kernels.choose(kernels.Facts.of_this_process()))
-            model.set_attn_implementation(attention.ATTENTION)
-        if self.carries:
             scoring.install(model)
+            model.set_attn_implementation(attention.ATTENTION)
         model = model.eval().requires_grad_(False)
         self._head: nn.Linear = model.get_output_embeddings()
         self._model = model.to(self.device) if mesh is None else _sharded(model, self._head, mesh, self.device)
