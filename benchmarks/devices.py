@@ -6,7 +6,8 @@
 Pocket tasks, two rounds, an evaluation. ``smollm``: SmolLM2-135M-Instruct, its teacher the same model with the brief. ``hybrid``: a multimodal
 checkpoint around a random text model of Qwen3.5's architecture (8 layers), its teacher one of another seed and width. Prints the seconds of every
 stage, what each device did, the gates, and how far what the server serves is from what was trained, after each publish. ``--scale local`` runs
-the same without accelerators.
+the same without accelerators. ``--serve`` then exports the last checkpoint into the student's multimodal architecture, serves it with vLLM, and
+compares the log-probabilities of fixed tokens with those of transformers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ GPU = [
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.gdn_prefill_backend=triton",  # FlashInfer compiles its own for minutes
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.language_model_only=true",  # the folder has no processor of images
 ]
-SHARED = ["trainer.total_training_steps=2", "data.train_batch_size=2", "opsd.tasks.max_eval=1", "teacher=device"]
+SHARED = [
+    "trainer.total_training_steps=2",
+    "data.train_batch_size=2",
+    "opsd.tasks.max_eval=1",
+    "teacher=device",
+    "trainer.save_freq=2",
+]
 
 
 def make_hybrid(path: Path, hidden: int, layers: int, seed: int) -> Path:
@@ -90,6 +97,47 @@ def describe(run: Path) -> str:
     return "\n".join([*lines, f"gates: {counts['pass']} passed, {counts['fail']} failed"])
 
 
+def serve(run: Path, wrapper: str, folder: Path) -> None:
+    """Exports, serves and compares; vLLM in a process of its own, so that it gives the device back."""
+    out = folder / "export"
+    checkpoint = max(run.glob("checkpoints/global_step_*"), key=lambda p: int(p.name.rpartition("_")[2]))
+    words = [str(checkpoint), "--out", str(out), *(("--wrapper", wrapper) if wrapper else ())]
+    subprocess.run([sys.executable, "-m", "verl_opsd.cli.main", "export", *words], check=True)
+    found = [
+        json.loads(
+            subprocess.run([sys.executable, __file__, side, str(out)], check=True, stdout=subprocess.PIPE).stdout.splitlines()[
+                -1
+            ]
+        )
+        for side in ("vllm", "transformers")
+    ]
+    apart = [abs(a - b) for a, b in zip(*found, strict=True)]
+    print(f"export in vLLM against transformers, bf16: {len(apart)} log-probabilities, mean {sum(found[1]) / len(apart):.3f},")
+    print(f"apart {sum(apart) / len(apart):.2g} nats on average, {max(apart):.2g} at most")
+
+
+def log_probs(side: str, path: str) -> list[float]:
+    """Of each of 256 fixed tokens after the first, nats."""
+    ids = [5 + i * 7919 % 1500 for i in range(256)]
+    if side == "vllm":
+        from vllm import LLM, SamplingParams
+
+        options: dict[str, Any] = {"language_model_only": True, "additional_config": {"gdn_prefill_backend": "triton"}}
+        llm = LLM(path, dtype="bfloat16", enforce_eager=True, gpu_memory_utilization=0.25, max_model_len=1024, **options)
+        asked = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        got = llm.generate([{"prompt_token_ids": ids}], asked)[0].prompt_logprobs
+        return [row[token].logprob for row, token in zip(got[1:], ids[1:], strict=True)]
+    import torch
+    from transformers import AutoConfig
+
+    from verl_opsd.models.export import auto_class
+
+    model = auto_class(AutoConfig.from_pretrained(path)).from_pretrained(path, dtype=torch.bfloat16).cuda().eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids], device="cuda")).logits[0, :-1]
+    return logits.float().log_softmax(-1).gather(-1, torch.tensor(ids[1:], device="cuda")[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
+
+
 SHOWN = ("publish_kl", "publish_follow", "device_identity", "identity", "brief_effect", "adapter_bound", "startup:layout")
 
 
@@ -101,10 +149,14 @@ def _version(package: str) -> str:
 
 
 def main() -> None:
+    if len(sys.argv) == 3 and sys.argv[1] in ("vllm", "transformers"):
+        print(json.dumps(log_probs(*sys.argv[1:])))
+        return
     p = argparse.ArgumentParser(description="The online recipe as a whole on two accelerators.")
     p.add_argument("--student", choices=("smollm", "hybrid"), required=True)
     p.add_argument("--scale", choices=("gpu2", "local"), default="gpu2")
     p.add_argument("--run", type=Path, help="run directory; by default a temporary one")
+    p.add_argument("--serve", action="store_true", help="export the last checkpoint and serve it")
     p.add_argument("overrides", nargs="*", help="further keys")
     args = p.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="opsd-devices-"))
@@ -122,7 +174,9 @@ def main() -> None:
     done = subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *words], env=os.environ | {"PYTHONUNBUFFERED": "1"})
     print(f"{args.student}: rc {done.returncode}, {time.time() - started:.0f} s, {time.strftime('%Y-%m-%d')}")
     if done.returncode == 0:
-        print(describe(run))
+        print(describe(run), flush=True)
+        if args.serve:
+            serve(run, str(folder / "student") if args.student == "hybrid" else "", folder)
     raise SystemExit(done.returncode)
 
 

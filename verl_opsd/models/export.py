@@ -274,6 +274,8 @@ def export(
     """
     from transformers import AutoConfig, AutoTokenizer
 
+    if (checkpoint / "actor").is_dir():
+        checkpoint = checkpoint / "actor"  # as verl's main_ppo keeps it
     if out.exists():
         raise OpsdError(f"{out} exists", "an export is written once", "name another folder, or remove it by hand")
     weights, guards = whole_weights(checkpoint), []

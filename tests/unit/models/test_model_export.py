@@ -253,7 +253,8 @@ def multimodal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_text_model_keeps_the_multimodal_wrapper_that_servers_know(multimodal, tmp_path):
     text, wrapper = multimodal
     model = trained(text)
-    export(checkpoint(tmp_path / "c", model, text), tmp_path / "out", "float32", wrapper=str(wrapper))
+    checkpoint(tmp_path / "c" / "actor", model, text)  # where main_ppo keeps the student
+    export(tmp_path / "c", tmp_path / "out", "float32", wrapper=str(wrapper))
     stored = json.loads((tmp_path / "out" / "config.json").read_text())
     assert stored["architectures"] == ["Qwen3_5ForConditionalGeneration"] and stored["model_type"] == "qwen3_5"
     again, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
