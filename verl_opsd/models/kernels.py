@@ -1,6 +1,6 @@
 """Which kernels a model runs on: chosen from what is installed, printed, and checked against the definition before any training.
 
-Suffixes: T tokens, H hidden size.
+Suffixes: B batch, T tokens, A heads, D head dimension, H hidden size.
 """
 
 from __future__ import annotations
@@ -133,6 +133,41 @@ class LigerMLP(qwen3_5.Qwen3_5MLP):
         return self.down_proj(product)  # type: ignore[no-any-return]
 
 
+class GatedAttention(qwen3_5.Qwen3_5Attention):
+    """transformers' attention, whose output is multiplied by its gate where the attention left it and not in a copy; the product is made
+    again in backward."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As transformers'."""
+        batch, tokens, _ = hidden_states.shape
+        heads = (batch, tokens, -1, self.head_dim)
+        query, gate = self.q_proj(hidden_states).view(batch, tokens, -1, 2 * self.head_dim).chunk(2, dim=-1)
+        query = self.q_norm(query).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden_states).view(heads)).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
+        query, key = qwen3_5.apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = qwen3_5.ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, qwen3_5.eager_attention_forward
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        out_BTAD, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+
+        def gated(open_BTAD: Tensor, out_BTAD: Tensor) -> Tensor:
+            return (open_BTAD * out_BTAD).reshape(batch, tokens, -1)
+
+        open_BTAD = gate.sigmoid()
+        return self.o_proj(remade.note(gated(open_BTAD, out_BTAD), gated, open_BTAD, out_BTAD)), weights
+
+
 def is_hybrid(model: nn.Module) -> bool:
     """Whether a model has Qwen3.5's gated linear attention."""
     return any(isinstance(m, qwen3_5.Qwen3_5GatedDeltaNet) for m in model.modules())
@@ -153,6 +188,7 @@ def install(model: nn.Module, choice: Choice, kernels: Kernels | None = None) ->
         swaps[qwen3_5.Qwen3_5RMSNorm] = LigerNorm
     if choice.mlp == "liger":
         swaps[qwen3_5.Qwen3_5MLP] = LigerMLP
+        swaps[qwen3_5.Qwen3_5Attention] = GatedAttention
     for m in model.modules():
         m.__class__ = swaps.get(type(m), type(m))
         if isinstance(m, GatedDeltaNet):

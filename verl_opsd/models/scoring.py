@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
-from verl_opsd.models import attention
+from verl_opsd.models import attention, kernels
 from verl_opsd.models.gated_delta import FlaKernels, GatedDeltaNet
 
 
@@ -138,7 +138,8 @@ class LastNorm(qwen3_5.Qwen3_5RMSNorm):
 
 def install(model: nn.Module) -> None:
     """Swaps the classes of a frozen Qwen3.5 model's layers for these; after :func:`verl_opsd.models.kernels.install`."""
-    swaps: dict[type, type] = {qwen3_5.Qwen3_5DecoderLayer: ScoringLayer, qwen3_5.Qwen3_5Attention: ScoringAttention}
+    swaps: dict[type, type] = {qwen3_5.Qwen3_5DecoderLayer: ScoringLayer}
+    swaps |= dict.fromkeys((qwen3_5.Qwen3_5Attention, kernels.GatedAttention), ScoringAttention)
     fla: ScoringKernels | None = None
     for m in model.modules():
         m.__class__ = swaps.get(type(m), type(m))

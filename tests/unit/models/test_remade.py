@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-from verl_opsd.models import checkpointing, kernels, remade
+from verl_opsd.models import checkpointing, kernels, remade, scoring
 from verl_opsd.models.attention import ATTENTION
 from verl_opsd.models.gated_delta import FlaKernels, TorchKernels
 from verl_opsd.planning.shape import TARGETS, ModelShape
@@ -128,8 +128,8 @@ def step(model: Any, keep: tuple[bool, ...]) -> tuple[list[Tensor], int]:
 def test_gradients_are_the_same_bit_for_bit_and_fewer_bytes_wait(
     model: Any, keep: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By hand, of two bytes each: the MLP's input (40) and product (72) of a kept layer, and an attention's input (40), or the normed output
-    (56) of two heads of a delta rule and a float32 number of each."""
+    """By hand, of two bytes each: the MLP's input (40) and product (72) of a kept layer, and an attention's input (40) and gated output (48),
+    or the normed output (56) of two heads of a delta rule and a float32 number of each."""
     grads, waiting = step(model, keep)
     with monkeypatch.context() as patch:
         patch.setattr(remade, "waits", lambda: False)
@@ -137,7 +137,7 @@ def test_gradients_are_the_same_bit_for_bit_and_fewer_bytes_wait(
     assert len(grads) == len(want) == 2 * (4 * 3 + 4) and all(float(g.abs().max()) > 0 for g in want)
     assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))
     kinds = model.get_base_model().config.layer_types
-    less = {"linear_attention": 2 * (40 + 72 + 56) + 2 * 4, "full_attention": 2 * (40 + 72 + 40)}
+    less = {"linear_attention": 2 * (40 + 72 + 56) + 2 * 4, "full_attention": 2 * (40 + 72 + 40 + 48)}
     assert saved - waiting == TOKENS * sum(less[kind] for kind, kept in zip(kinds, keep, strict=True) if kept)
     shape = ModelShape.of(model.get_base_model().config)
     assert {kind: shape.saved_bytes(kind) - shape.kept_bytes(kind) for kind in less} == less  # type: ignore[arg-type]
@@ -163,3 +163,10 @@ def test_nothing_is_noted_where_there_is_no_gradient(model: Any) -> None:
     model.get_base_model().model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda _, args: noted.append(args[0]))
     model(input_ids=torch.arange(TOKENS)[None] % 31, use_cache=False)
     assert remade.recipe(noted[0]) == (None, (noted[0],))
+
+
+def test_attention_that_scores_takes_the_place_of_attention_that_trains(model: Any) -> None:
+    base = model.get_base_model()
+    assert type(base.model.layers[3].self_attn) is kernels.GatedAttention
+    scoring.install(base)
+    assert type(base.model.layers[3].self_attn) is scoring.ScoringAttention
