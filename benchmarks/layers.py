@@ -87,8 +87,13 @@ def operations(table: Table, device: torch.device, config: Any, context: int) ->
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
+        from verl_opsd.models.gates_triton import GatedNorm, SiluProduct
+
         ops.row("norm, Liger", lambda a, w: LigerRMSNormFunction.apply(a, w, 1e-6, 1.0, "gemma", False), [x, weight])
         ops.row("SiLU(gate) * up, Liger", lambda a, b: LigerSiLUMulFunction.apply(a, b), [up, other])
+        ops.row("SiLU(gate) * up, ours", lambda a, b: SiluProduct.apply(a, b), [up, other])
+        rows, scale = random(context * shape.linear_value_heads, shape.linear_value_dim), random(shape.linear_value_dim)
+        ops.row("gated norm, ours", lambda a, b: GatedNorm.apply(a, b, scale, 1e-6), [rows, rows.clone()])
         ops.row("convolution, fla", lambda a: FlaKernels().conv(a, conv_w, None, None), [conv_x])
     q = random(1, shape.heads, context, shape.head_dim)
     k, v = (random(1, shape.kv_heads, context, shape.head_dim) for _ in range(2))

@@ -19,12 +19,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from verl_opsd.errors import OpsdError
-from verl_opsd.models import remade
 
 
 class LayerState(NamedTuple):
@@ -191,7 +189,7 @@ def use_tuned() -> None:
 
 
 class FlaKernels:
-    """flash-linear-attention's Triton kernels, and Liger's for the gated norm: fla's is compiled and searched anew for every 2,048
+    """flash-linear-attention's Triton kernels, and our own for the gated norm: fla's is compiled and searched anew for every 2,048
     tokens of length."""
 
     name = "fla"
@@ -235,16 +233,9 @@ class FlaKernels:
 
     def gated_norm(self, x_MV: Tensor, gate_MV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
         """See :class:`Kernels`."""
-        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+        from verl_opsd.models import gates_triton
 
-        def both(x_MV: Tensor, gate_MV: Tensor, weight_V: Tensor) -> Tensor:
-            normed_MV = LigerRMSNormFunction.apply(x_MV, weight_V, eps, 0.0, "llama", False)
-            return LigerSiLUMulFunction.apply(gate_MV, normed_MV)  # type: ignore[no-any-return]
-
-        if remade.waits() and x_MV.requires_grad:  # the norm's output is made again in backward
-            return checkpoint(both, x_MV, gate_MV, weight_V, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
-        return both(x_MV, gate_MV, weight_V)
+        return gates_triton.GatedNorm.apply(x_MV, gate_MV, weight_V, eps)  # type: ignore[no-any-return]
 
 
 class GatedDeltaNet(modeling_qwen3_5.Qwen3_5GatedDeltaNet):

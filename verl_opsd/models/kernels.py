@@ -73,14 +73,14 @@ class Choice:
 
     delta: Literal["fla", "torch"]
     norm: Literal["liger", "torch"]
-    mlp: Literal["liger", "torch"]
+    mlp: Literal["triton", "torch"]
     trains: bool
     why: tuple[str, ...]
 
     def fuses(self, config: Any) -> bool:
         """Whether the layers of a model with this configuration run on these kernels and none of transformers'."""
         hybrid = "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
-        return hybrid and (self.delta, self.norm, self.mlp) == ("fla", "liger", "liger")
+        return hybrid and (self.delta, self.norm, self.mlp) == ("fla", "liger", "triton")
 
     def __str__(self) -> str:
         text = f"delta rule, convolution and gated norm: {self.delta}; norms: {self.norm}; gated MLP: {self.mlp}; LoRA: fused"
@@ -103,7 +103,9 @@ def choose(facts: Facts) -> Choice:
     elif facts.hopper and not facts.tilelang and Version("3.4.0") <= Version(str(facts.triton)) < Version("3.7.1"):
         trains = False
         why.append(f"Triton {facts.triton} computes wrong gradients of the gated delta rule on Hopper: scoring only")
-    return Choice("fla" if ready else "torch", "liger" if liger else "torch", "liger" if liger else "torch", trains, tuple(why))
+    return Choice(
+        "fla" if ready else "torch", "liger" if liger else "torch", "triton" if liger else "torch", trains, tuple(why)
+    )
 
 
 class LigerNorm(qwen3_5.Qwen3_5RMSNorm):
@@ -119,16 +121,16 @@ class LigerNorm(qwen3_5.Qwen3_5RMSNorm):
         return remade.note(normed(x, self.weight), normed, x, self.weight)
 
 
-class LigerMLP(qwen3_5.Qwen3_5MLP):
+class GatedMLP(qwen3_5.Qwen3_5MLP):
     """SiLU(gate) * up in one kernel; the product is made again in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         """As transformers'."""
-        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+        from verl_opsd.models.gates_triton import SiluProduct
 
         gate, up = self.gate_proj(x), self.up_proj(x)
         # down_proj's backward makes its input again before that of the product writes its gradients over gate and up.
-        product = remade.note(LigerSiLUMulFunction.apply(gate, up), LigerSiLUMulFunction.apply, gate, up)
+        product = remade.note(SiluProduct.apply(gate, up), SiluProduct.apply, gate, up)
         del gate, up
         return self.down_proj(product)  # type: ignore[no-any-return]
 
@@ -186,8 +188,8 @@ def install(model: nn.Module, choice: Choice, kernels: Kernels | None = None) ->
     swaps: dict[type, type] = {qwen3_5.Qwen3_5GatedDeltaNet: GatedDeltaNet}
     if choice.norm == "liger":
         swaps[qwen3_5.Qwen3_5RMSNorm] = LigerNorm
-    if choice.mlp == "liger":
-        swaps[qwen3_5.Qwen3_5MLP] = LigerMLP
+    if choice.mlp == "triton":
+        swaps[qwen3_5.Qwen3_5MLP] = GatedMLP
         swaps[qwen3_5.Qwen3_5Attention] = GatedAttention
     for m in model.modules():
         m.__class__ = swaps.get(type(m), type(m))

@@ -149,14 +149,16 @@ class ModelShape:
 
         Inputs of both norms; inputs of adapted products; gate, up and their product; what the kernels of attention or of the
         delta rule save (q, k, v, output, and for the delta rule the convolution's input, decays, and a 64 x 64 matrix a chunk).
-        Layers that are not fused also save two float32 copies of each norm's input, SiLU(gate), a copy of attention's output, and the
-        convolution's input in float32.
+        Layers that are not fused also save two float32 copies of each norm's input, SiLU(gate), a copy of attention's output, the
+        delta rule's normed output, and the convolution's input in float32.
         """
         if kind == "full_attention":
             inner = 2 * self.hidden + (5 if self.fused else 6) * self.query + 4 * self.keys
         else:
             mixed = 2 * self.linear_keys + self.linear_values
-            inner = self.hidden + 2 * mixed + 3 * self.linear_values + self.linear_value_heads * (64 + 13)
+            inner = (
+                self.hidden + 2 * mixed + (2 if self.fused else 3) * self.linear_values + self.linear_value_heads * (64 + 11)
+            )
         if self.fused:
             return self.saved_mlp_bytes() + BF16 * inner
         convolved = 0 if kind == "full_attention" else 2 * self.linear_keys + self.linear_values
@@ -164,8 +166,8 @@ class ModelShape:
 
     def remade_bytes(self, kind: Kind) -> int:
         """Of :meth:`saved_bytes`, those that a fused layer makes again in backward (``models.remade``) and does not keep: the gated MLP's
-        input and the gate's product, and attention's input and gated output or the delta rule's normed output."""
-        mixer = self.hidden + self.query if kind == "full_attention" else self.linear_values + 2 * self.linear_value_heads
+        input and the gate's product, and attention's input and gated output."""
+        mixer = self.hidden + self.query if kind == "full_attention" else 0
         return BF16 * (self.hidden + self.intermediate + mixer) if self.fused else 0
 
     def kept_bytes(self, kind: Kind) -> int:

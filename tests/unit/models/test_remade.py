@@ -40,12 +40,12 @@ class Norm(torch.autograd.Function):
 
 
 class Gate(torch.autograd.Function):
-    """Liger's SiLU(a) * b in torch: its backward writes the gradients over a and b."""
+    """SiLU(a) * b in torch; as on a GPU its backward writes the gradients over a and b."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
-        return torch.nn.functional.silu(a.float()).to(b.dtype) * b
+        return (torch.nn.functional.silu(a.float()) * b.float()).to(b.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,9 +58,10 @@ class Gate(torch.autograd.Function):
 
 
 class Fla(FlaKernels):
-    """Convolution and delta rule in torch, the gated norm as on a GPU."""
+    """Everything in torch."""
 
     conv = staticmethod(TorchKernels.conv)  # type: ignore[assignment]
+    gated_norm = staticmethod(TorchKernels.gated_norm)  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.delta = TorchKernels().delta  # type: ignore[method-assign]
@@ -69,12 +70,15 @@ class Fla(FlaKernels):
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A hybrid of four layers, adapted, on the kernels of a GPU as far as they matter here; bf16, adapters in float32."""
-    for name, function in (("rms_norm", {"LigerRMSNormFunction": Norm}), ("swiglu", {"LigerSiLUMulFunction": Gate})):
+    for name, held in (
+        ("liger_kernel", {}),
+        ("liger_kernel.ops", {}),
+        ("liger_kernel.ops.rms_norm", {"LigerRMSNormFunction": Norm}),
+        ("verl_opsd.models.gates_triton", {"SiluProduct": Gate}),
+    ):
         module = types.ModuleType(name)
-        module.__dict__.update(function)
-        monkeypatch.setitem(sys.modules, f"liger_kernel.ops.{name}", module)
-    for name in ("liger_kernel", "liger_kernel.ops"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        module.__dict__.update(held)
+        monkeypatch.setitem(sys.modules, name, module)
     torch.manual_seed(0)
     config = Qwen3_5TextConfig(
         vocab_size=31,
@@ -97,7 +101,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
             p.data = p.data.float()
         if "lora_B" in k:
             p.data.normal_(0.0, 0.05)
-    kernels.install(adapted, kernels.Choice("fla", "liger", "liger", True, ()), Fla())
+    kernels.install(adapted, kernels.Choice("fla", "liger", "triton", True, ()), Fla())
     kernels.fuse_adapters(adapted)
     base.set_attn_implementation(ATTENTION)
     base.enable_input_require_grads()  # so that the first layer keeps what the others do
@@ -128,8 +132,7 @@ def step(model: Any, keep: tuple[bool, ...]) -> tuple[list[Tensor], int]:
 def test_gradients_are_the_same_bit_for_bit_and_fewer_bytes_wait(
     model: Any, keep: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By hand, of two bytes each: the MLP's input (40) and product (72) of a kept layer, and an attention's input (40) and gated output (48),
-    or the normed output (56) of two heads of a delta rule and a float32 number of each."""
+    """By hand, of two bytes each: the MLP's input (40) and product (72) of a kept layer, and an attention's input (40) and gated output (48)."""
     grads, waiting = step(model, keep)
     with monkeypatch.context() as patch:
         patch.setattr(remade, "waits", lambda: False)
@@ -137,7 +140,7 @@ def test_gradients_are_the_same_bit_for_bit_and_fewer_bytes_wait(
     assert len(grads) == len(want) == 2 * (4 * 3 + 4) and all(float(g.abs().max()) > 0 for g in want)
     assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))
     kinds = model.get_base_model().config.layer_types
-    less = {"linear_attention": 2 * (40 + 72 + 56) + 2 * 4, "full_attention": 2 * (40 + 72 + 40 + 48)}
+    less = {"linear_attention": 2 * (40 + 72), "full_attention": 2 * (40 + 72 + 40 + 48)}
     assert saved - waiting == TOKENS * sum(less[kind] for kind, kept in zip(kinds, keep, strict=True) if kept)
     shape = ModelShape.of(model.get_base_model().config)
     assert {kind: shape.saved_bytes(kind) - shape.kept_bytes(kind) for kind in less} == less  # type: ignore[arg-type]

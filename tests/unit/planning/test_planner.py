@@ -162,7 +162,7 @@ def test_sharding_and_more_teachers() -> None:
     with pytest.raises(OpsdError, match="teacher of 54 GB"):
         planner.estimate(STUDENT, TEACHER, Layout(1, 1), small, 8192, 32, 0, memory.PART)
     with pytest.raises(OpsdError, match="more devices"):
-        planner.estimate(STUDENT, TEACHER, Layout(1, 1), dataclasses.replace(H200, bytes_=78e9), 262144, 32, 0, 4096)
+        planner.estimate(STUDENT, TEACHER, Layout(1, 1), dataclasses.replace(H200, bytes_=76.5e9), 262144, 32, 0, 1024)
 
 
 @pytest.mark.parametrize("limit", [0, 1024, 5000, 10**9])
