@@ -17,10 +17,11 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).bfloat16()
 
 
-def near(got: torch.Tensor, want: torch.Tensor) -> None:
-    """bf16 on the host and on the device differ in the last digit, and seldom."""
+def near(got: torch.Tensor, want: torch.Tensor, operand: float = 0.5) -> None:
+    """bf16 on the host and on the device differ in the last digit, and seldom; where two products of size ``operand`` nearly cancel, in
+    the last digit of those."""
     assert got.is_cuda and got.dtype == torch.bfloat16 and got.shape == want.shape
-    torch.testing.assert_close(got.cpu(), want, rtol=2**-6, atol=2**-8)
+    torch.testing.assert_close(got.cpu(), want, rtol=2**-6, atol=operand * 2**-7)
     assert (got.cpu() != want).float().mean() < 0.02
 
 
@@ -44,7 +45,7 @@ def test_kernels_are_the_definitions(tokens: int) -> None:
     angle = torch.arange(tokens)[None, :, None] * torch.logspace(0, -6, 32).repeat(2)
     cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
     turned = scoring.rope_norm(query, weight, cos.cuda(), sin.cuda(), 1e-6)
-    near(turned, scoring.rope_norm(query_there, weight.cpu(), cos, sin, 1e-6))
+    near(turned, scoring.rope_norm(query_there, weight.cpu(), cos, sin, 1e-6), operand=8.0)
     near(scoring.gate_heads(turned, gate), scoring.gate_heads(turned.cpu(), gate_there))
 
     late, sums = random(1, 24, tokens, 256, seed=3), [8 * random(1, 24, tokens, seed=s).float() for s in (4, 5)]

@@ -40,9 +40,9 @@ class Facts:
     tilelang: bool
 
     @classmethod
-    def of_this_process(cls) -> Facts:
-        """Reads them off the installed packages and the current device."""
-        cuda = torch.cuda.is_available()
+    def of_this_process(cls, device: torch.device | str = "cuda") -> Facts:
+        """Reads them off the installed packages and the current device; a model on the host has no kernels of an accelerator."""
+        cuda = torch.cuda.is_available() and torch.device(device).type == "cuda"
         return cls(
             cuda=cuda,
             hopper=cuda and torch.cuda.get_device_capability() == (9, 0),

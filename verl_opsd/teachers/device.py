@@ -98,7 +98,7 @@ class DeviceTeacher:
         hybrid = kernels.is_hybrid(model)
         self.carries = hybrid and mesh is None  # parts and branches are forwards whose number depends on the row
         if hybrid:
-            kernels.install(model, kernels.choose(kernels.Facts.of_this_process()))
+            kernels.install(model, kernels.choose(kernels.Facts.of_this_process(self.device)))
             scoring.install(model)
             model.set_attn_implementation(attention.ATTENTION)
         model = model.eval().requires_grad_(False)

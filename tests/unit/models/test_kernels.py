@@ -204,6 +204,14 @@ def test_choice(change: dict[str, Any], delta: str, norm: str, trains: bool) -> 
             kernels.require(config(), "cpu", torch.float32, choice)
 
 
+def test_a_model_on_the_host_of_an_accelerator_has_the_hosts_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert kernels.Facts.of_this_process().cuda and kernels.Facts.of_this_process("cuda:1").hopper
+    on_host = kernels.Facts.of_this_process("cpu")
+    assert not on_host.cuda and not on_host.hopper and kernels.choose(on_host).delta == "torch"
+
+
 def test_fused_lora_in_bf16_rounds_each_result_once_and_keeps_the_gradients_of_masters() -> None:
     """A number is within half a unit in its last place of bf16's 8 bits (2^-9 of itself at most, 1.7e-3 of a norm) if it is rounded once; a
     sum that is rounded before the adapter's part is added is 1.4 times as far off. Gradients of masters are not numbers of bf16."""
