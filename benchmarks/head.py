@@ -1,12 +1,12 @@
 """Time and peak memory of the loss-position head: exact divergences over the full vocabulary, forward and backward.
 
     python benchmarks/head.py [--one-pass 640 768] [--slice 11264 22528] [--kept 256 320 1024] [--repeat 5] [--no-others]
-    python benchmarks/head.py --spare none wide beside --block 1024 512 --warps 1 2 4 --parts --kept --no-others
+    python benchmarks/head.py --block 1024 512 --warps 1 2 4 --parts --kept --no-others
 
 Reverse KL has two ways to the same numbers: one pass over logits that are made slice by slice (``distill.blocks_triton``; bf16 weights on
 a GPU), and passes over a chunk's float32 logits, which are kept (everywhere else, and every other divergence), each in chunks of so many
-loss positions; the slices of one pass are of so many tokens. ``--spare`` (``blocks_triton.SPARE``) is what memory that is free
-meanwhile is used for, ``--block`` and ``--warps`` are those of the statistics' kernel. ``--parts`` measures each part of one pass by itself.
+loss positions; the slices of one pass are of so many tokens (of more in chunks of half the default's positions and fewer). ``--block``
+and ``--warps`` are those of the statistics' kernel. ``--parts`` measures each part of one pass by itself.
 
 Compared with the same loss in plain torch on full logits, and with the three matrix products that nothing can avoid:
 student logits, teacher logits, gradient to the student's hidden states. Liger's fused JSD (``pip install liger-kernel``) is
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from verl_opsd.distill import dense
 from verl_opsd.distill.chunk import ROWS, logits, one_pass
-from verl_opsd.distill.head import HeadTask, LossPositionHead
+from verl_opsd.distill.head import HeadTask, LossPositionHead, _add_rows
 from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.signal import Signal
 
@@ -117,7 +117,7 @@ def parts(
         "their combination": often(blocks.combine),
         "gradient": often(lambda: blocks.grad(coef_C, torch.bfloat16)),
         "gradient's product": often(lambda: torch.mm(blocks.prob_CV.view(torch.bfloat16), weight_VS, out=grad_CS)),
-        "backward": lambda: torch.zeros_like(hidden_NS).index_add_(0, index_N, hidden_NS * one),
+        "backward": lambda: _add_rows(torch.zeros_like(hidden_NS), index_N, hidden_NS * one),
     }
 
 
@@ -125,7 +125,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one-pass", type=int, nargs="*", default=[640, 768])
     parser.add_argument("--slice", type=int, nargs="*", default=[11264, 22528])
-    parser.add_argument("--spare", nargs="*", choices=["none", "wide", "beside"])
     parser.add_argument("--block", type=int, nargs="*")
     parser.add_argument("--warps", type=int, nargs="*")
     parser.add_argument("--parts", action="store_true")
@@ -181,21 +180,20 @@ def main() -> None:
         except torch.OutOfMemoryError:
             print(f"{label:38} {'out of memory':>29}", flush=True)
             return
-        print(f"{label:38} {seconds:9.4f} {seconds / floor:10.2f} {peak / 1e9:8.2f}", flush=True)
+        print(f"{label:38} {seconds:9.4f} {seconds / floor:10.3f} {peak / 1e9:8.3f}", flush=True)
 
-    print(f"{'three matmuls':38} {floor:9.4f} {1.0:10.2f}", flush=True)
+    print(f"{'three matmuls':38} {floor:9.4f} {1.0:10.3f}", flush=True)
     if one_pass(dense.REVERSE_KL, weight_VS, weight_VT):
         from verl_opsd.distill import blocks_triton
 
         ways = {
             "SLICE": args.slice,
-            "SPARE": [None if s == "none" else s for s in args.spare or [blocks_triton.SPARE or "none"]],
             "BLOCK": args.block or [blocks_triton.BLOCK],
             "WARPS": args.warps or [blocks_triton.WARPS],
         }
         for chunk, *way in itertools.product(args.one_pass, *ways.values()):
-            width, spare, block, warps = way
-            label = f"{chunk} x {width}, block {block}/{warps}{', ' + spare if spare else ''}"
+            width, block, warps = way
+            label = f"{chunk} x {width}, block {block}/{warps}"
             if width % block:
                 print(f"{label:38} a slice is of whole blocks", flush=True)
                 continue
@@ -205,7 +203,7 @@ def main() -> None:
                     parts(hidden_NS, teacher_NT, weight_VS, weight_VT, chunk, width).items() if args.parts else ()
                 ):
                     seconds = measure(step, clear, device, args.repeat)[0]
-                    print(f"  {part:36} {seconds:9.4f} {seconds / floor:10.2f}", flush=True)
+                    print(f"  {part:36} {seconds:9.4f} {seconds / floor:10.3f}", flush=True)
     else:
         print("one pass is not measured: it is taken with bf16 weights on a GPU")
     with mock.patch("verl_opsd.distill.chunk.one_pass", lambda *args: False):

@@ -231,43 +231,56 @@ def test_peak_memory_does_not_grow_with_the_positions(positions: int) -> None:
     assert peak - gradient < 1e9
 
 
-@pytest.mark.parametrize("width", [64, 4096])
-def test_a_second_stream_changes_nothing(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products that are faster than the statistics, and slower: to the bit what one stream makes of the same buffers, again and again."""
-    from verl_opsd.distill import beside, blocks_triton
+def test_narrow_slices_and_a_short_chunk_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chunk and one slice, against chunks of 256 positions with a last one of 188 in wide slices, twice: to the bit, repeated."""
+    from verl_opsd.distill import blocks_triton, chunk
 
     positions, vocab = 700, 60001
-    hidden, weight, other, other_weight = bf16_case(positions, vocab, width, width, 0.02)
-    model, linear = torch.nn.Module(), torch.nn.Linear(width, vocab, bias=False, device="meta", dtype=torch.bfloat16)
+    hidden, weight, other, other_weight = bf16_case(positions, vocab, 512, 512, 0.02)
+    model, linear = torch.nn.Module(), torch.nn.Linear(512, vocab, bias=False, device="meta", dtype=torch.bfloat16)
     model.get_output_embeddings = lambda: linear
     head = install_head(model)
     head.weight = torch.nn.Parameter(weight, requires_grad=False)
-    monkeypatch.setattr(blocks_triton, "SLICE", 3 * blocks_triton.BLOCK)
+    monkeypatch.setattr(chunk, "ONE_PASS_ROWS", 2 * 188)
 
-    def run(spare: str | None) -> tuple[torch.Tensor, ...]:
-        monkeypatch.setattr(blocks_triton, "SPARE", spare)
+    def run(rows: int, width: int) -> tuple[torch.Tensor, ...]:
+        monkeypatch.setattr(blocks_triton, "SLICE", width * blocks_triton.BLOCK)
         leaf = hidden[None].clone().requires_grad_()
         head.task = HeadTask(
             kind="loss",
-            index_N=torch.arange(positions, device="cuda"),
+            index_N=torch.arange(positions, device="cuda").flip(0),
             teacher=Signal(hidden_NH=other, head_id="big"),
             teacher_weight_VH=other_weight,
             coef_N=torch.full((positions,), 1 / positions, device="cuda"),
-            chunk=256,
+            chunk=rows,
         )
         head(leaf).sum().backward()
         assert head.task.result is not None
         return head.task.result.divergence_N, head.task.result.entropy_N, leaf.grad
 
-    plain, wide = run(None), run("wide")
-    with monkeypatch.context() as one_stream:
-        one_stream.setattr(beside, "second_stream", lambda device: None)
-        want = run("beside")
-    for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(run("beside"), want, strict=True))
-    for other_room in (want, wide):  # other shapes and row strides may choose another kernel for a product
-        torch.testing.assert_close(other_room[:2], plain[:2], rtol=1e-5, atol=1e-6)
-        assert (other_room[2] - plain[2]).float().norm() < 3e-3 * plain[2].float().norm()
+    whole, narrow = run(positions, 200), run(256, 3)
+    assert all(torch.equal(a, b) for a, b in zip(run(256, 3), narrow, strict=True))
+    torch.testing.assert_close(
+        narrow[:2], whole[:2], rtol=1e-5, atol=1e-6
+    )  # other shapes may choose another kernel for a product
+    assert (narrow[2] - whole[2]).float().norm() < 3e-3 * whole[2].float().norm()
+
+
+def test_positions_that_repeat_add_up_without_waiting_for_the_device() -> None:
+    """Rows of a size that no block divides; sums of small integers are exact in bf16."""
+    from verl_opsd.distill.head import _add_rows
+
+    g = torch.Generator("cuda").manual_seed(0)
+    index = torch.randint(900, (1000,), device="cuda", generator=g)
+    rows = torch.randint(-3, 4, (1000, 777), device="cuda", generator=g).bfloat16()
+    got = torch.zeros(1200, 777, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _add_rows(got, index, rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    want = torch.zeros(1200, 777, device="cuda").index_add_(0, index, rows.float())
+    assert want.abs().max() < 256 and torch.equal(got.float(), want)
 
 
 @pytest.mark.parametrize(

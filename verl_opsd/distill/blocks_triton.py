@@ -21,9 +21,6 @@ Shape suffixes: C loss positions of one chunk, S student and T teacher hidden si
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
@@ -32,13 +29,10 @@ from torch import Tensor
 from verl_opsd.distill.dense import Norms
 from verl_opsd.distill.dense_triton import kl_terms
 
-#: Tokens of a block of the chain rule, and of a slice of the vocabulary.
-BLOCK, SLICE = 1024, 11264
+#: Tokens of a block of the chain rule, and of a slice of the vocabulary in a whole chunk.
+BLOCK, SLICE = 512, 11264
 #: Warps that work off a block: the fewer, the more of its sums stays within a thread.
-WARPS = 2
-#: What the memory is used for in which the last tokens will be kept, as long as it is free: None; ``wide``: logits of a slice that is as wide
-#: as there is room; ``beside``: those of every second slice, so that one is worked off while the products of the next are made.
-SPARE: Literal["wide", "beside"] | None = None
+WARPS = 1
 #: Statistics of a block; the gradient's factors take the place of the first two.
 STATS = 8
 
@@ -168,19 +162,6 @@ class Blocks:
         self._kept = torch.empty(2, rows, triton.cdiv(vocab, 8) * 8, dtype=keep, device=device)  # rows of whole 16 bytes
         self.prob_CV, self.diff_CV = self._kept[..., :vocab]
         self.stats = torch.empty(STATS, rows, self.blocks, dtype=torch.float32, device=device)
-
-    def slices(self, own: Tensor) -> Iterator[tuple[int, Tensor, bool]]:
-        """The vocabulary from its start: a slice's first token, room for its logits of both sides, float32 [2, C, W], and whether that is
-        spare, in what the last tokens will be kept in. ``own`` is the other room; to be filled, and given to :meth:`add`, in this order."""
-        rooms, vocab, end, width = self._kept.view(torch.float32), self.prob_CV.shape[1], self._kept.shape[2], own.shape[2]
-        start, spared = 0, True
-        while start < vocab:
-            widest = (end - start) // (1 + 4 // self._kept.element_size())  # it is kept before its own logits
-            wide = widest // width * width if SPARE == "wide" else width
-            spared = wide <= widest and (wide > width if SPARE == "wide" else SPARE == "beside" and not spared)
-            stop = min(start + (wide if spared else width), vocab)
-            yield start, (rooms[..., -wide:] if spared else own)[..., : stop - start], spared
-            start = stop
 
     def add(self, start: int, student_CW: Tensor, teacher_CW: Tensor) -> None:
         """Works off the logits of the tokens from ``start``, a multiple of ``BLOCK``; float32, of one row stride, contiguous in a row."""

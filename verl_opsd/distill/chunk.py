@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from verl_opsd.distill import dense, divergence, support
-from verl_opsd.distill.beside import Beside
 from verl_opsd.distill.loss import ANALYTIC, Analytic, LossSpec
 from verl_opsd.distill.signal import Signal
 from verl_opsd.distill.weights import TokenValues, Weight, product
@@ -136,14 +135,15 @@ class _OnePass:
         self.labels = None if chunk.labels_C is None else tuple(_label_logits(h, w, chunk.labels_C) for h, w in sides)
         rows, vocab = len(chunk.hidden_CH), len(chunk.weight_VH)
         blocks = blocks_triton.Blocks(rows, vocab, chunk.weight_VH.device)
-        own = chunk.hidden_CH.new_empty(2, rows, min(blocks_triton.SLICE, vocab), dtype=torch.float32)
-        free: list[torch.cuda.Event | None] = [None, None]  # either room, once its slice has been worked off
-        with Beside(chunk.weight_VH.device, blocks_triton.SPARE == "beside") as beside:
-            for start, pair, spared in blocks.slices(own):
-                beside.wait(free[spared])
-                for (h, w), out in zip(sides, pair, strict=True):
-                    logits(h, w[start : start + out.shape[1]], torch.float32, out)
-                free[spared] = beside.run(blocks.add, start, *pair)
+        width = min(
+            blocks_triton.SLICE * max(ONE_PASS_ROWS // rows, 1), vocab
+        )  # few rows, wide slices: products are small otherwise
+        room = chunk.hidden_CH.new_empty(2, rows, width, dtype=torch.float32)
+        for start in range(0, vocab, width):
+            pair = room[..., : vocab - start]
+            for (h, w), out in zip(sides, pair, strict=True):
+                logits(h, w[start : start + width], torch.float32, out)
+            blocks.add(start, *pair)
         self.norms, self.value_C = blocks.combine()
         self.grad = blocks.grad
 

@@ -228,8 +228,8 @@ class _ChunkedLoss(torch.autograd.Function):
         device = weight_VH.device
         dtype = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
         given_VH, weight_VH = weight_VH, weight_VH.detach()
-        total = torch.zeros((), dtype=dtype, device=device)
-        values = {k: torch.full((n,), torch.nan, dtype=dtype, device=device) for k in _VALUES}
+        losses: list[Tensor] = []
+        parts: dict[str, list[Tensor]] = {k: [] for k in _VALUES}
         grad_hidden_NH = weight_VH.new_zeros(n, weight_VH.shape[1]) if need_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if need_weight else None
         index_N = task.index_N.to(device)
@@ -239,11 +239,11 @@ class _ChunkedLoss(torch.autograd.Function):
             hidden_CH = flat_MH.index_select(0, index_N[rows]).to(weight_VH.dtype)
             chunk = ChunkInput.cut(task, rows, hidden_CH, weight_VH, dtype, need_hidden or need_weight)
             out: ChunkOutput = chunk_loss(chunk, task.loss)
-            total += out.loss
-            for name in _VALUES:
+            losses.append(out.loss)
+            for name, part in parts.items():
                 value = getattr(out, name.removesuffix("_N") + "_C")
                 if value is not None:
-                    values[name][rows] = value.to(dtype)
+                    part.append(value)
             if out.grad_CV is None:
                 continue
             if grad_hidden_NH is not None:
@@ -253,6 +253,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 used_C1 = (out.grad_CV != 0).any(-1, keepdim=True)
                 _add_product(grad_weight_VH, out.grad_CV, torch.where(used_C1, hidden_CH, 0.0))
             del out  # its gradient would lie beside the next chunk's logits
+        total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=dtype, device=device)
+        unknown_N = torch.full((n,), torch.nan, dtype=dtype, device=device)
+        values = {k: torch.cat(part).to(dtype) if part else unknown_N.clone() for k, part in parts.items()}
         ctx.policy = task.policy and (need_hidden or need_weight)
         again: tuple[Tensor | None, ...] = (None, None, None)
         if ctx.policy:
@@ -284,8 +287,14 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_flat_MH = None
         if grad_hidden_NH is not None:
             grad_flat_MH = torch.zeros(ctx.flat_shape, dtype=ctx.flat_dtype, device=grad_hidden_NH.device)
-            grad_flat_MH.index_add_(0, index_N, grad_hidden_NH.to(ctx.flat_dtype))
+            _add_rows(grad_flat_MH, index_N, grad_hidden_NH.to(ctx.flat_dtype))
         return grad_flat_MH, None if grad_weight_VH is None else grad_weight_VH.to(ctx.weight_dtype), None, None
+
+
+def _add_rows(sum_MH: Tensor, index_N: Tensor, rows_NH: Tensor) -> None:
+    """``index_add_``, by sorted indices instead of atomic sums. The unsafe form, since the safe one waits for the device to check what the
+    forward's ``index_select`` has checked."""
+    torch._index_put_impl_(sum_MH, [index_N], rows_NH, accumulate=True, unsafe=True)
 
 
 def _add_policy_gradient(

@@ -14,7 +14,7 @@ from verl_opsd.planning.shape import BF16, Kind, ModelShape
 
 #: Part of a device's memory that the allocator can't use for one more tensor, and bytes of the CUDA context and libraries.
 SPREAD, CONTEXT = 0.03, 1.5e9
-#: Tokens of a slice of the vocabulary in the head's one pass (``distill.blocks_triton.SLICE``, which needs Triton to be imported).
+#: Tokens of a slice of the vocabulary in a whole chunk of the head's one pass (``distill.blocks_triton.SLICE``; its module needs Triton).
 HEAD_SLICE = 11264
 #: Most tokens of one part of a scoring pass: activations of a part are what a forward needs beside weights and carried keys and values.
 PART = 18432

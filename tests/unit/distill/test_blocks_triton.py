@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from parity import reference
 
 from distill import logit_rows
 from verl_opsd.distill import chunk, dense
-from verl_opsd.distill.beside import Beside
 
 if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
     pytest.skip(
@@ -117,74 +114,28 @@ def test_identical_masked_and_extreme_rows() -> None:
     torch.testing.assert_close(grad[2].double(), logp.exp() * (d - want), rtol=1e-5, atol=1e-9)
 
 
-class Latest(Beside):
-    """A second stream that starts only when it is waited for: the latest that the order of the two allows."""
-
-    def __enter__(self) -> Latest:
-        self.waiting: list[Callable[[], object]] = []
-        self.done = 0
-        return self
-
-    def run(self, function: Callable[..., object], *args: object) -> int:  # type: ignore[override]
-        self.waiting.append(partial(function, *args))
-        return len(self.waiting)
-
-    def wait(self, event: int | None) -> None:  # type: ignore[override]
-        for work in self.waiting[self.done : event or 0]:
-            work()
-        self.done = max(self.done, event or 0)
-
-    def __exit__(self, *error: object) -> None:
-        self.wait(len(self.waiting))
-
-
 @pytest.mark.parametrize("vocab", [901, 640, 128, 50])
-def test_slices_worked_off_beside_the_next_products(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Late or in order, the same numbers to the bit: nothing is overwritten before it was read; and they are the definition's."""
+@pytest.mark.parametrize("rows, widest", [(1, 384), (2, 128), (3, 128)])
+def test_slices_are_the_vocabulary(vocab: int, rows: int, widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whole chunks and longer ones; few rows take wide slices, in the room of a whole chunk's. Whichever they are, values and gradient
+    are the definition's."""
+    seen: list[tuple[int, int]] = []
 
-    class Unharmed(blocks_triton.Blocks):
+    class Seen(blocks_triton.Blocks):
         def add(self, start: int, *pair: torch.Tensor) -> None:
-            before = torch.stack(pair)
+            seen.append((start, pair[0].shape[1]))
             super().add(start, *pair)
-            assert torch.equal(before, torch.stack(pair))
 
-    monkeypatch.setattr(blocks_triton, "Blocks", Unharmed)
+    monkeypatch.setattr(blocks_triton, "Blocks", Seen)
     monkeypatch.setattr(blocks_triton, "SLICE", 128)
+    monkeypatch.setattr(chunk, "ONE_PASS_ROWS", 3 if rows == 1 else 2)
     g = torch.Generator().manual_seed(4)
-    hidden, weight, other, other_weight = (torch.randn(n, 16, generator=g).bfloat16() for n in (2, vocab, 2, vocab))
-    task = HeadTask(kind="loss", index_N=torch.arange(2), coef_N=torch.tensor([0.3, 1.0]), teacher_weight_VH=other_weight)
-    part = chunk.ChunkInput.cut(task, slice(0, 2), hidden, weight, torch.float32, True)
-    assert part.coef_C is not None
-    results = []
-    for spare, beside in ((None, Beside), ("wide", Beside), ("beside", Beside), ("beside", Latest)):
-        monkeypatch.setattr(blocks_triton, "SPARE", spare)
-        monkeypatch.setattr(chunk, "Beside", beside)
-        scored = chunk._OnePass(part, other, other_weight)
-        results.append((scored.value_C, *scored.norms, scored.grad(part.coef_C, torch.float32)))
-    for one in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], one, strict=True))
-    want, want_grad = definition(hidden.float() @ weight.float().T, other.float() @ other_weight.float().T, part.coef_C)
-    torch.testing.assert_close(results[0][0].double(), want, rtol=1e-5, atol=1e-7)
-    assert (results[0][-1] - want_grad).norm() < 2**-10 * want_grad.norm()
-
-
-@pytest.mark.parametrize("keep", [torch.float16, torch.float32])
-@pytest.mark.parametrize("spare", [None, "wide", "beside"])
-def test_slices_are_the_vocabulary_and_keep_nothing_in_their_room(
-    spare: str | None, keep: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blocks_triton, "SPARE", spare)
-    blocks = blocks_triton.Blocks(2, 901, torch.device("cpu"), keep)
-    own, known, spares = torch.empty(2, 2, 64), 0, 0
-    for start, pair, spared in blocks.slices(own):
-        width = pair.shape[2]
-        assert start == known and pair.shape == (2, 2, width) and pair.stride(2) == 1 and (spared or width <= 64)
-        blocks.prob_CV.zero_(), blocks.diff_CV.zero_()
-        pair.fill_(1.0)
-        known += width
-        spares += spared
-        kept = blocks.prob_CV[:, :known].any() or blocks.diff_CV[:, :known].any()
-        assert not kept and spared == bool((blocks.prob_CV != 0).any())
-    # Of 904 columns a spare slice needs those that are not begun to be three times its width (kept in 32 bits: twice). Widths are 256, 192
-    # and 128 (448, 192, 128); or each second one of 64, from the second to the twelfth.
-    assert known == 901 and spares == {None: 0, "wide": 3, "beside": 6}[spare]
+    hidden, weight, other, other_weight = (torch.randn(n, 16, generator=g).bfloat16() for n in (rows, vocab, rows, vocab))
+    coef = torch.tensor([0.3, 1.0, 0.7])[:rows]
+    task = HeadTask(kind="loss", index_N=torch.arange(rows), coef_N=coef, teacher_weight_VH=other_weight)
+    part = chunk.ChunkInput.cut(task, slice(0, rows), hidden, weight, torch.float32, True)
+    scored = chunk._OnePass(part, other, other_weight)
+    assert seen == [(at, min(widest, vocab - at)) for at in range(0, vocab, widest)]
+    want, want_grad = definition(hidden.float() @ weight.float().T, other.float() @ other_weight.float().T, coef)
+    torch.testing.assert_close(scored.value_C.double(), want, rtol=1e-5, atol=1e-7)
+    assert (scored.grad(coef, torch.float32) - want_grad).norm() < 2**-10 * want_grad.norm()
