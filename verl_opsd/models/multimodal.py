@@ -37,6 +37,8 @@ def text_config(config: Any) -> Any:
         )
     text.architectures = [AutoModelForCausalLM._model_mapping[type(text)].__name__]
     text._attn_implementation = config._attn_implementation
+    # A checkpoint whose head is its embedding holds it once, whichever of the two says so.
+    text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
     return text
 
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
-from verl_opsd.models import attention, kernels, scoring
+from verl_opsd.models import attention, kernels, multimodal, rotary, scoring
 from verl_opsd.models.gated_delta import CarriedState
 from verl_opsd.models.memory import out_of_the_file
 from verl_opsd.planning.memory import PART, part_tokens
@@ -64,11 +64,20 @@ class DeviceTeacher:
             mesh: 1-D, the ranks that hold one copy of the model together; every one of them builds the teacher. None: this device holds it.
 
         Raises:
-            OpsdError: the model's logits are not its hidden states times its vocabulary weight.
+            OpsdError: a weight is missing, or the model's logits are not its hidden states times its vocabulary weight.
         """
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        config = multimodal.text_config(AutoConfig.from_pretrained(path))
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        )
+        if info["missing_keys"]:
+            raise OpsdError(
+                f"teacher {path}, whose files lack {', '.join(sorted(info['missing_keys'])[:5])}",
+                "every weight of a teacher is read, none is left to chance",
+                "use a complete checkpoint of a causal language model",
+            )
         model = model.to(dtype)  # of a multimodal checkpoint transformers gives the text model in the stored dtype
         if adapter is not None:
             from peft import PeftModel
@@ -95,6 +104,7 @@ class DeviceTeacher:
         fp8: bool = False,
     ) -> None:
         self.name, self.device, self.dtype = name, torch.device(device), dtype
+        rotary.restore(model)
         hybrid = kernels.is_hybrid(model)
         self.carries = hybrid and mesh is None  # parts and branches are forwards whose number depends on the row
         if hybrid:

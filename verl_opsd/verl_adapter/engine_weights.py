@@ -19,7 +19,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_opsd.distill.head import LossPositionHead, install_head
 from verl_opsd.errors import OpsdError
-from verl_opsd.models import attention, checkpointing, kernels, multimodal
+from verl_opsd.models import attention, checkpointing, kernels, multimodal, rotary
 from verl_opsd.models.forward import adapters_off
 from verl_opsd.teachers.base import Voice
 from verl_opsd.verl_adapter import ulysses
@@ -72,6 +72,7 @@ class WeightsEngine(FSDPEngineWithLMHead):
 
     def _build_module(self) -> nn.Module:
         module = super()._build_module()
+        rotary.restore(module)
         self.head: LossPositionHead = install_head(module)
         self.kernels = choice = kernels.choose(kernels.Facts.of_this_process())
         if kernels.is_hybrid(module):

@@ -52,6 +52,7 @@ def case_adapter_dtype() -> dict:
             "moved": moved / sum(b.numel() for b in before.values()),
             "stats": checks.adapter_stats(engine),
             "max_abs_B": max(float(v.abs().max()) for k, v in after.items() if "lora_B" in k),
+            "frequencies": [b.tolist() for k, b in engine.module.named_buffers() if k.endswith(".inv_freq")],
         }
     return out
 

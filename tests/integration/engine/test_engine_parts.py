@@ -255,6 +255,8 @@ def test_adapters_are_fp32_and_all_of_them_move(measured: Any, base: str) -> Non
     assert found["base"] == {"bf16": "torch.bfloat16", "fp32": "torch.float32"}[base]
     assert found["adapters"] == ["torch.float32"]
     assert found["moved"] > 0.999  # at a learning rate of 1e-5; adapters in bf16 move by a few per cent
+    # theta 10,000 over heads of 12 numbers; as bf16 they would be off by 1e-3
+    assert found["frequencies"] == [pytest.approx([10000 ** (-i / 6) for i in range(6)], rel=1e-6)]
     # 3 layers of 11 tensors, embedding, head and final norm; an A and a B for each of 7 projections of every layer
     assert (found["stats"].pop("parameters"), found["stats"].pop("compute")) == (3 * 11 + 3 + 42, "bfloat16")
     assert found["stats"] == {"tensors": 42, "dtypes": ["float32"], "max_abs_B": pytest.approx(found["max_abs_B"])}

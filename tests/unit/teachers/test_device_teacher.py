@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, PhiConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GraniteConfig,
+    PhiConfig,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import make_tiny, make_tiny_hybrid
@@ -46,6 +55,42 @@ def test_distribution_is_that_of_a_plain_forward(path: Path, teacher: DeviceTeac
     got = (signal.hidden_NH @ teacher.weight_VH.T).log_softmax(-1)
     assert float((got - out.logits[0, where].log_softmax(-1)).abs().max()) < 1e-4
     assert tuple(teacher.weight_VH.shape) == (2048, 96)
+
+
+def test_a_teacher_in_bf16_turns_positions_by_float32_angles(path: Path) -> None:
+    """transformers casts weights alone; angles of rounded frequencies are off by whole turns late in a sequence."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    ids, where = ids_of(1500, 1), [3, 700, 1499]
+    with torch.no_grad():
+        want = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, where]
+    hidden = DeviceTeacher(str(path), torch.bfloat16, "cpu", "bf16").score([a_pass([0, 1, 2], ids, where)]).hidden_NH
+    assert hidden is not None and torch.equal(hidden, want)
+
+
+@pytest.mark.parametrize("says", ["whole", "text", "both"])
+def test_a_head_that_a_multimodal_checkpoint_ties_is_its_embedding(tmp_path: Path, says: str) -> None:
+    tied = {"tie_word_embeddings": True}
+    linear = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    text = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "head_dim": 8}
+    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": 16}
+    text |= {"num_key_value_heads": 1, "num_hidden_layers": 4, **linear, **(tied if says != "whole" else {})}
+    model = Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(text_config=text, vision_config=vision, **(tied if says != "text" else {}))
+    )
+    if says == "text":
+        model.lm_head.weight = model.model.language_model.embed_tokens.weight
+    model.save_pretrained(tmp_path)
+    teacher = DeviceTeacher(str(tmp_path), torch.float32, "cpu", "tied")
+    assert torch.equal(teacher.weight_VH, model.model.language_model.embed_tokens.weight)
+
+
+def test_a_teacher_whose_files_lack_a_weight_is_refused(path: Path, tmp_path: Path) -> None:
+    shutil.copytree(path, tmp_path / "cut")
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "cut/model.safetensors", {"format": "pt"})
+    with pytest.raises(OpsdError, match="lack model.layers.1.mlp.up_proj.weight"):
+        DeviceTeacher(str(tmp_path / "cut"), torch.float32, "cpu", "cut")
 
 
 def test_entry_n_is_slot_n_whatever_the_passes(teacher: DeviceTeacher) -> None:
