@@ -36,5 +36,5 @@ def test_rounded_frequencies_without_a_configuration_are_refused() -> None:
     model = nn.Sequential(nn.Module())
     model[0].register_buffer("inv_freq", torch.ones(3))
     rotary.restore(model)
-    with pytest.raises(OpsdError, match="rotary frequencies were cast to torch.bfloat16"):
+    with pytest.raises(OpsdError, match=r"rotary frequencies were cast to torch\.bfloat16"):
         rotary.restore(model.bfloat16())

@@ -89,7 +89,7 @@ def test_a_teacher_whose_files_lack_a_weight_is_refused(path: Path, tmp_path: Pa
     weights = load_file(path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "cut/model.safetensors", {"format": "pt"})
-    with pytest.raises(OpsdError, match="lack model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(OpsdError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight"):
         DeviceTeacher(str(tmp_path / "cut"), torch.float32, "cpu", "cut")
 
 
