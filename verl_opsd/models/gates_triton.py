@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 #: Numbers of one program.
 SPAN = 2048
@@ -111,6 +112,7 @@ class SiluProduct(torch.autograd.Function):
         n = grad.numel()
         with _device_of(grad):
             _silu_product_backward_kernel[(triton.cdiv(n, SPAN),)](grad.contiguous(), gate, up, n, BLOCK=SPAN, num_warps=4)
+        increment_version((gate, up))  # whoever reads them as gate and up again, as a second backward does, is refused
         return gate, up
 
 

@@ -49,6 +49,15 @@ def test_silu_product_is_rounded_once_each_way(dtype: torch.dtype, apart: float)
         near(leaf.grad, t.grad, dtype, apart)
 
 
+def test_gradients_over_the_inputs_are_never_read_as_inputs() -> None:
+    gate, up = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
+    made = [t * 1 for t in (gate, up)]
+    out = gates_triton.SiluProduct.apply(*made)
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 @DTYPES
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (7, 16), (5, 24), (3, 128)])
 def test_gated_norm_is_rounded_once_each_way(rows: int, width: int, dtype: torch.dtype, apart: float) -> None:
