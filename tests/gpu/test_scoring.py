@@ -22,7 +22,7 @@ def near(got: torch.Tensor, want: torch.Tensor, operand: float = 0.5) -> None:
     the last digit of those."""
     assert got.is_cuda and got.dtype == torch.bfloat16 and got.shape == want.shape
     torch.testing.assert_close(got.cpu(), want, rtol=2**-6, atol=operand * 2**-7)
-    assert (got.cpu() != want).float().mean() < 0.02
+    assert (got.cpu() != want).float().mean() < max(0.02, operand / 160)
 
 
 @pytest.mark.parametrize("tokens", [1, 300])

@@ -93,9 +93,10 @@ class ActivationsConfig:
 class GatesConfig:
     """Thresholds written down before the run; all fail closed. Divergences in nats a token, means over loss positions;
     ``publish_follow_min`` is a share of 1, for rollout servers of verl's; ``identity_end_max`` is of runs whose teacher is the student's own
-    base without a brief."""
+    base without a brief; ``device_identity_max`` is of a device teacher that is the student's own model."""
 
     identity_max: float = 1e-6
+    device_identity_max: float = 1e-6
     shifted_min: float = 1e-3
     brief_effect_min: float = 1e-6
     publish_kl_max: float = 1e-6

@@ -287,14 +287,8 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_flat_MH = None
         if grad_hidden_NH is not None:
             grad_flat_MH = torch.zeros(ctx.flat_shape, dtype=ctx.flat_dtype, device=grad_hidden_NH.device)
-            _add_rows(grad_flat_MH, index_N, grad_hidden_NH.to(ctx.flat_dtype))
+            grad_flat_MH.index_add_(0, index_N, grad_hidden_NH.to(ctx.flat_dtype))
         return grad_flat_MH, None if grad_weight_VH is None else grad_weight_VH.to(ctx.weight_dtype), None, None
-
-
-def _add_rows(sum_MH: Tensor, index_N: Tensor, rows_NH: Tensor) -> None:
-    """``index_add_``, by sorted indices instead of atomic sums. The unsafe form, since the safe one waits for the device to check what the
-    forward's ``index_select`` has checked."""
-    torch._index_put_impl_(sum_MH, [index_N], rows_NH, accumulate=True, unsafe=True)
 
 
 def _add_policy_gradient(

@@ -81,7 +81,7 @@ def teacher_control(trainer: Any, batch: KVBatchMeta) -> None:
     gap = _control(trainer, some, "device", 0, "off")
     detail = f"mean nats over {gap.size} loss positions, max {gap.max():.2e}"
     if [t.path for t in trainer.teachers] == [trainer.config.actor_rollout_ref.model.path]:
-        limit = gates.identity_max if trainer.teachers[0].voice.form == "exact" else gates.publish_kl_max
+        limit = gates.device_identity_max if trainer.teachers[0].voice.form == "exact" else gates.publish_kl_max
         run.require(
             "device_identity",
             float(gap.mean()),
