@@ -1,14 +1,21 @@
-"""The library against the frozen numbers of ``golden.json``, and those against the definitions that they came from."""
+"""The library against the frozen numbers of ``golden.json``, and those against the definitions that they came from.
+
+One version of verl is supported, so there is one set of numbers; ``tests/integration/refusals`` shows that another version is refused.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from parity import golden, inputs, reference
+from verl_opsd import SUPPORTED_VERL
 from verl_opsd.distill.head import HeadTask, install_head
 from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.signal import Signal
@@ -27,6 +34,11 @@ def test_frozen_numbers_are_the_definitions() -> None:
                 rtol=1e-12,
                 atol=1e-15,
             )
+
+
+def test_numbers_are_of_the_one_version_of_verl_that_may_be_installed() -> None:
+    pins = re.findall(r'"verl(?:\[\w+\])?(.*?)"', (Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert {p for p in pins if p[:1] in "=<>~!"} == {f"=={SUPPORTED_VERL}"} and version("verl") == SUPPORTED_VERL
 
 
 def test_one_value_by_hand() -> None:

@@ -128,9 +128,9 @@ def case_device_control() -> dict:
     }
 
 
-def _top(model: str, data: Any, k: int) -> tuple[Voice, list[torch.Tensor]]:
+def top_of(plain: Any, data: Any, k: int) -> tuple[Voice, list[torch.Tensor]]:
     """What a server would give for a model: its top k and the given token, from full logits of plain code."""
-    plain, rows = reference_model(f"{MODELS}/{model}", False), rows_of(data)
+    rows = rows_of(data)
     voice, packed = Voice("top", "support", 2 * (k + 1) + 1, torch.float32), []
     for r, row in enumerate(rows):
         out = torch.zeros(len(row["opsd_position"]), voice.width)
@@ -155,7 +155,7 @@ def case_routed() -> dict:
         for row, n in zip(rows, whose, strict=True):
             row["opsd_teacher"] = torch.tensor([n])
         data = batch(mine(rows))
-        voice, top = _top("wide", data, k)
+        voice, top = top_of(reference_model(f"{MODELS}/wide", False), data, k)
         hidden = list(_signal(wide, data).unbind())
         voices = [wide.voice, voice]
         for n in known:

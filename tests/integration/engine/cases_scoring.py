@@ -59,8 +59,8 @@ def _interrupted(engine: OpsdEngine, data: Any, loss: OpsdLoss) -> tuple[bool, b
 def case_state() -> dict:
     out: dict[str, Any] = {}
     for name, lora, loss, reshard in (
-        ("lora", True, ADAPTER, True),
-        ("lora_initial", True, INITIAL, False),
+        ("lora", True, ADAPTER, False),  # without a reshard after each forward: what was gathered would be used again
+        ("lora_initial", True, INITIAL, True),
         ("full", False, INITIAL, True),
         ("full_no_reshard", False, INITIAL, False),
         ("lora_ema", True, OpsdLoss(chunk=5, teacher="ema", decay=0.9), True),
@@ -82,6 +82,10 @@ def case_state() -> dict:
         again = engine.score(data, loss)
         same = max(float((a - b).abs().max()) for a, b in zip(teacher, again, strict=True))
         after = _state(engine) == state and all(torch.equal(a, b) for a, b in zip(bits, shards, strict=True))
+        embedding = next(x for x, (n, _) in zip(shards, engine.module.named_parameters(), strict=True) if "embed_tokens" in n)
+        embedding.mul_(2)  # a base weight: no copy of the trained ones holds it
+        moved = max(float((a - b).abs().max()) for a, b in zip(again, engine.score(data, loss), strict=True))
+        embedding.div_(2)
         norms = []
         for step in range(2):  # training goes on: nothing is frozen, and no forward uses stale weights
             if layers:
@@ -99,7 +103,7 @@ def case_state() -> dict:
         interrupted, training = _interrupted(engine, data, loss)
         broken = _state(engine) == state and all(torch.equal(a, b) for a, b in zip(bits, shards, strict=True))
         out[name] = {"teacher_unmoved": same, "after": after, "interrupted": interrupted, "after_error": broken, "norms": norms}
-        out[name]["training"] = training
+        out[name] |= {"training": training, "moved": moved}
     return out
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import cases_activations
 import cases_arms
+import cases_composed
 import cases_controls
 import cases_copies
 import cases_device
@@ -44,6 +45,7 @@ def main() -> None:
         cases_parity,
         cases_scoring,
         cases_arms,
+        cases_composed,
         cases_activations,
         cases_controls,
         cases_copies,

@@ -20,7 +20,10 @@ BOTH = (
     "masked",
     "one_against_two",
 )
-CASES = {1: (*BOTH, "parity_lora_tied", "parity_full_untied", "parity_device_full", "resumed_reference"), 2: BOTH}
+CASES = {
+    1: (*BOTH, "parity_lora_tied", "parity_full_untied", "parity_device_full", "resumed_reference"),
+    2: (*BOTH, "composed"),
+}
 #: Largest relative error of one tensor's gradient, by its norm, against full logits in float32.
 GRADIENT = 1e-5
 each_world = pytest.mark.parametrize("world", [1, 2])
@@ -38,6 +41,15 @@ def test_parity(measured: Any, world: int, case: str) -> None:
         assert found["mean"] > 0.1, name  # there is something to measure
         assert found["loss"] < 1e-5 and found["divergence"] < 1e-5, (name, found)
         assert found["grad"] < GRADIENT, (name, found)
+
+
+@pytest.mark.parametrize("setting", ["union_packed", "union_padded", "teacher", "full", "signal"])
+def test_supports_weights_reductions_and_anchor_are_their_definitions_together(measured: Any, setting: str) -> None:
+    """Padded rows have every support too, a given one (``signal``) as well; the ranks hold one row with loss positions and three."""
+    found = measured(2, "composed")[setting]
+    assert found["missing"] == [] and found["mean"] > 1e-2
+    assert found["loss"] < 1e-5 and found["divergence"] < 1e-5 and found["drift"] < 1e-5 and found["grad"] < GRADIENT, found
+    assert found["weights"][1] - found["weights"][0] > 0.2  # the weights do something
 
 
 CUTS = ("micro1", "micro2", "micro4", "micro8", "dynamic")

@@ -106,6 +106,7 @@ def test_scoring_leaves_no_trace(measured: Any, world: int, setting: str) -> Non
     assert not found["training"]  # while it scores, although the student was in training mode
     first, second = found["norms"]  # scored just now, and from a kept signal
     assert first > 1e-3 and first == pytest.approx(second, rel=1e-5)
+    assert (found["moved"] > 1e-2) == setting.startswith("lora")  # the next forward gathers the weights as they are by then
 
 
 @each_world

@@ -9,6 +9,7 @@ import pytest
 import torch
 from parity import reference
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from distill.paths import ALL_PATHS, bare_head
 from distill.test_head import H, V, make, relative_error, run
@@ -223,6 +224,44 @@ def test_nothing_of_a_micro_batch_outlives_it() -> None:
             head.task = None
             left.append(live.now)
     assert left[-1] == left[0] < vocab * 4  # less than the logits of one position
+
+
+#: Products of positions x hidden size x vocabulary: logits of student and teacher, the gradient of the hidden states; and what is asked for beside.
+PRODUCTS = {
+    "default": ({}, 3),
+    "own weight trains": ({"trains": True}, 4),
+    "anchor": ({"anchor": True}, 4),  # its logits; the student's are there, and the gradients are added up first
+    "support": ({"loss": LossSpec(support="union_topk", top_k=3)}, 3),
+    "sampled": ({"loss": LossSpec(divergence="k2")}, 3),
+    "without a teacher": ({"loss": LossSpec(divergence="nll")}, 2),
+    "without a gradient": ({"grad": False}, 2),
+    "a policy term": ({"policy": True}, 5),  # logits once more, and a gradient
+}
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_distillation_alone_costs_the_products_that_it_cannot_avoid(case: str) -> None:
+    """Log-probabilities, entropy and agreement come from the same logits: what only PPO needs costs nothing until it is asked for."""
+    asked, want = PRODUCTS[case]
+    n, hidden, vocab = 12, 8, 64
+    head, spec = bare_head(hidden, vocab), asked.get("loss", LossSpec())
+    head.weight.requires_grad_(asked.get("trains", False))
+    task = big_task(n, vocab, hidden, spec, chunk=5)
+    if spec.divergence == "nll":
+        task.teacher = None
+    if asked.get("anchor"):
+        task.anchor, task.anchor_coef_N = Signal(hidden_NH=torch.randn(n, hidden), head_id="student"), torch.ones(n)
+    task.policy = asked.get("policy", False)
+    head.task = task
+    x = torch.randn(1, n, hidden, requires_grad=asked.get("grad", True))
+    with FlopCounterMode(display=False) as counted:
+        loss = head(x).sum()
+        if task.policy:
+            loss = loss + task.log_probs_N.sum()
+        if x.requires_grad:
+            loss.backward()
+    assert counted.get_total_flops() == want * 2 * n * hidden * vocab
+    assert task.result.student_logprob_N.isfinite().all() and task.result.entropy_N.isfinite().all()
 
 
 def test_old_log_probabilities_cost_no_pass() -> None:

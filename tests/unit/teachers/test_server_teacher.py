@@ -182,6 +182,43 @@ def test_failed_requests_are_sent_again(served: Callable[[str], str], path: Path
     assert torch.equal(signal.ids_NK, want.ids_NK) and torch.equal(signal.logprobs_NK, want.logprobs_NK)
 
 
+@pytest.mark.parametrize(("requests", "deaths"), [(1, 0), (3, 0), (3, 3), (3, 4)])
+def test_a_server_short_of_memory(requests: int, deaths: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities of prompts are in no server's memory profile. No more requests are under way than were allowed, none is longer than
+    what is scored; an engine that died and came back scores the same row, one that stays dead is a fault that holds its own words."""
+    monkeypatch.setattr(server, "wait_exponential", lambda *a, **k: lambda state: 0.0)
+    now, most, lengths, died = 0, 0, [], 0
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal now, most, died
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        ids = json.loads(request.content)["prompt"]
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.002)
+        now -= 1
+        if len(ids) == 12 and died < deaths:
+            died += 1
+            return httpx.Response(500, text="EngineDeadError: CUDA out of memory")
+        lengths.append(len(ids))
+        entries = [{str(i): {"logprob": -1 - i % 7 / 10}, str((i + 1) % V): {"logprob": -3.0}} for i in ids[1:]]
+        return httpx.Response(200, json={"choices": [{"prompt_logprobs": [None, *entries]}]})
+
+    row = [Pass(0, torch.tensor([n]), ids_of(40, n), torch.tensor([10 + n])) for n in range(6)]
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    if deaths == server.ATTEMPTS:
+        with pytest.raises(InfraFault, match="EngineDeadError") as caught:
+            scored("http://x", Path("m"), 1, row, requests=requests, client=client)
+        assert caught.value.kind == "teacher_died"
+        return
+    signal, _ = scored("http://x", Path("m"), 1, row, requests=requests, client=client)
+    assert most == requests and died == deaths
+    assert sorted(lengths[2:]) == [12, 13, 14, 15, 16, 17]  # after the probe's two
+    labels = torch.stack([p.ids_T[p.index_N + 1][0] for p in row])
+    assert torch.equal(signal.ids_NK[:, 0], labels) and torch.allclose(signal.logprobs_NK[:, 0], -1 - labels % 7 / 10)
+
+
 def test_a_server_that_is_not_there_is_a_fault(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "wait_exponential", lambda *a, **k: lambda state: 0.0)
     with socket.socket() as s:
