@@ -180,10 +180,20 @@ def install(model: nn.Module, choice: Choice, kernels: Kernels | None = None) ->
 
     Args:
         kernels: of the delta rule; None: those of ``choice``.
+
+    Raises:
+        OpsdError: a hybrid of another activation than SiLU.
     """
     attention.register()
     if not is_hybrid(model):
         return
+    others = {m.activation for m in model.modules() if isinstance(m, qwen3_5.Qwen3_5GatedDeltaNet)} - {"silu", "swish"}
+    if others:
+        raise OpsdError(
+            f"a Qwen3.5 model with hidden_act={', '.join(sorted(map(str, others)))}",
+            "gates and convolutions of a hybrid model are SiLU here",
+            "use a model with hidden_act=silu, as every published Qwen3.5 is",
+        )
     kernels = kernels or (FlaKernels() if choice.delta == "fla" else TorchKernels())
     swaps: dict[type, type] = {qwen3_5.Qwen3_5GatedDeltaNet: GatedDeltaNet}
     if choice.norm == "liger":

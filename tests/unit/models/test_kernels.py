@@ -204,6 +204,15 @@ def test_choice(change: dict[str, Any], delta: str, norm: str, trains: bool) -> 
             kernels.require(config(), "cpu", torch.float32, choice)
 
 
+def test_a_hybrid_of_another_activation_is_refused() -> None:
+    other = config()
+    other.hidden_act = "gelu"
+    with torch.device("meta"):
+        model = modeling_qwen3_5.Qwen3_5ForCausalLM(other)
+    with pytest.raises(OpsdError, match="hidden_act=gelu"):
+        kernels.install(model, CPU)
+
+
 def test_a_model_on_the_host_of_an_accelerator_has_the_hosts_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
