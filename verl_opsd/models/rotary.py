@@ -27,7 +27,8 @@ def restore(model: nn.Module) -> None:
                 "frequencies are float32, and made from the module's configuration where a cast rounded them",
                 "use a model of transformers, or float32 weights (actor_rollout_ref.actor.fsdp_config.model_dtype=fp32)",
             )
-        fresh: nn.Module = type(m)(m.config, device=next(iter(rounded.values())).device)
+        with next(iter(rounded.values())).device:
+            fresh: nn.Module = type(m)(m.config)
         for k, b in fresh.named_buffers(recurse=False):
             if k in rounded:
                 m._buffers[k] = b

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from verl_opsd.errors import OpsdError
@@ -30,6 +30,22 @@ def test_frequencies_are_those_of_the_definition_and_weights_stay_cast(dtype: to
             kept = getattr(found, name)
             assert kept.dtype == torch.float32 and float((kept.double() / exact - 1).abs().max()) < 1e-6
         assert {p.dtype for p in model.parameters()} == {dtype} and "rotary" not in " ".join(model.state_dict())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_frequencies_of_every_kind_are_transformers_own(device: str) -> None:
+    """Of several kinds of layers, scaled, and on a rank of a sharded model that has no weights yet."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    for config in (Gemma3TextConfig(**SIZES), LlamaConfig(**SIZES, rope_parameters=yarn)):
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config)
+        want = {k: b for k, b in model.named_buffers() if k.endswith("inv_freq")}
+        rotary.restore(model.bfloat16())
+        found = {k: b for k, b in model.named_buffers() if k.endswith("inv_freq")}
+        assert found.keys() == want.keys() and len(want) >= 2
+        for k, b in want.items():
+            assert (found[k].dtype, found[k].device) == (b.dtype, b.device)
+            assert device == "meta" or torch.equal(found[k], b)
 
 
 def test_rounded_frequencies_without_a_configuration_are_refused() -> None:
