@@ -23,7 +23,8 @@ H200 = planner.DEVICES["H200"]
 
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "pair.txt"
-#: "  32768 student  3.07  10660  0.56  138.0  140.4 GB predicted, 11 of 32 layers keep their activations; ..."
+#: "  32768 student  2.97  11047  0.61  141.3  143.5 GB predicted, 17 of 32 layers keep their activations; ..."
+EARLIER = "earlier code"  # in the note of a row that was not measured again
 ROW = re.compile(r"^ *(\d+) (student|teacher|pair, side by side) +([\d.]+) +\d+ +[\d.]+ +([\d.]+)  (.*)$", re.MULTILINE)
 
 
@@ -46,10 +47,10 @@ ROWS = measured()
 
 def test_every_row_of_the_benchmark_is_looked_at() -> None:
     contexts = [16384, 32768, 65536, 131072]
-    assert sorted((side, context) for context, side, *_ in ROWS) == sorted(
-        [(side, n) for side in ("student", "teacher") for n in contexts]
-        + [(f"{side} of two", n) for side in ("student", "teacher") for n in (32768, 131072)]
-    )
+    two = {(f"{side} of two", n) for side in ("student", "teacher") for n in (32768, 131072)}
+    assert {(side, n) for n, side, *_ in ROWS} == {(side, n) for side in ("student", "teacher") for n in contexts} | two
+    today = [(side, n) for n, side, *_, note in ROWS if EARLIER not in note]
+    assert sorted(today) == [("student", n) for n in contexts[1:]] + [("teacher", n) for n in (32768, 32768, 65536)]
 
 
 @pytest.mark.parametrize(("context", "side", "seconds", "peak", "note"), ROWS, ids=[f"{r[1]}-{r[0]}" for r in ROWS])
@@ -66,19 +67,19 @@ def test_predictions_are_near_what_an_h200_measured(context: int, side: str, sec
         chosen = plan(STUDENT, context, int(kept[1]), "on the host" in note)
         beside = teacher if side == "student" else 2 * 248320 * 5120
         found = student + beside + memory.step_bytes(STUDENT, context, chosen)
-        # These rows were measured when a kept layer also kept what its backward now makes again; the last one is at work at the peak.
-        found += context * sum(
-            STUDENT.remade_bytes(k) for k, keep in zip(STUDENT.kinds[:-1], chosen.keep, strict=False) if keep
-        )
+        if EARLIER in note:  # then a kept layer also kept what its backward now makes again; the last one is at work at the peak
+            found += context * sum(
+                STUDENT.remade_bytes(k) for k, keep in zip(STUDENT.kinds[:-1], chosen.keep, strict=False) if keep
+            )
         time = planner.step_seconds(STUDENT, H200, context, chosen)
     assert found / 1e9 == pytest.approx(peak, rel=0.1)
     assert time == pytest.approx(seconds, rel=0.2)
 
 
 def test_an_fp8_teacher_takes_a_byte_a_weight() -> None:
-    """The row "teacher, FP8" at 32,768: 53.5 GB with the student beside it."""
+    """The row "teacher, FP8" at 32,768: 53.8 GB with the student beside it."""
     teacher = memory.teacher_bytes(TEACHER, fp8=True) + memory.score_bytes(TEACHER, 33768, memory.PART)
-    assert (memory.student_bytes(STUDENT, 32) + teacher) / 1e9 == pytest.approx(53.5, rel=0.1)
+    assert (memory.student_bytes(STUDENT, 32) + teacher) / 1e9 == pytest.approx(53.8, rel=0.1)
 
 
 #: The experiments' own table: devices of student and teacher, largest context, the teacher's peak in GB (None: not told apart).
