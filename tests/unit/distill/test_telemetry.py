@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -110,6 +111,52 @@ def test_merging_is_bit_equal_however_positions_are_cut(rows, data) -> None:
     b.merge(c)
     a.merge(b)
     assert json.dumps(a.summary(), sort_keys=True) == json.dumps(of(rows).summary(), sort_keys=True)
+
+
+def test_every_cell_of_many_labels_is_a_plain_loop_over_its_positions() -> None:
+    """Seven labels of 28,800 combinations, more than are kept apart at a time; ranks hold 0, 1, 150 and 249 positions."""
+    g, n = np.random.default_rng(3), 400
+    codes = {"class": 5, "turn": 10, "depth": 8, "quarter": 4, "third": 3, "epoch": 2, "round": 3}
+    labels = {k: g.integers(0, size, n) * 7 - 3 for k, size in codes.items()}
+    found = {k: np.exp(g.normal(-4, 3, n)).astype(np.float32) for k in ("divergence", "anchor", *MEANS)}
+    found["coef"] = g.choice([0.0, 0.25], n, p=[0.3, 0.7]).astype(np.float32)
+    found["weight"] = g.choice([0.0, 0.5, 1.0, np.nan], n).astype(np.float32)
+    found["divergence"][::9], found["divergence"][::11], found["anchor"][::5] = 0.0, -1.5, np.nan
+    merged = Telemetry()
+    for rank in np.split(g.permutation(n), [0, 1, 151]):
+        part = Telemetry()
+        part.add({k: v[rank] for k, v in found.items()}, {k: v[rank] for k, v in labels.items()})
+        merged.merge(part)
+    summary = merged.summary()
+    cells = [(summary["all"], range(n))]
+    for label, code_N in labels.items():
+        assert list(summary["by"][label]) == [str(c) for c in sorted(set(code_N.tolist()))]
+        cells += [(summary["by"][label][str(c)], [i for i in range(n) if code_N[i] == c]) for c in set(code_N.tolist())]
+
+    def known(name: str, at: list[int]) -> list[float]:
+        return sorted(float(found[name][i]) for i in at if not np.isnan(found[name][i]))
+
+    def mean(some: list[float]) -> float:
+        return math.fsum(some) / len(some)
+
+    for cell, at in cells:
+        inside = [i for i in at if found["coef"][i] != 0 and found["weight"][i] != 0]
+        assert (cell["positions"], cell["loss_positions"]) == (len(at), len(inside))
+        for got, some in (
+            (cell["divergence"], known("divergence", inside)),
+            (cell["drift"], known("anchor", list(at))),
+        ):
+            assert (got["mean"], got["max"]) == (mean(some), some[-1])
+            assert got["max_over_mean"] == (None if mean(some) <= 0 else some[-1] / mean(some))
+            for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99)):
+                assert got[name] == pytest.approx(some[math.floor(share * (len(some) - 1))], rel=1.001 * ACCURACY)
+            top = math.fsum(some[-max(1, len(some) // 100) :]) / math.fsum(some)
+            want = None if some[0] < 0 else pytest.approx(top, rel=1.001 * ACCURACY)
+            assert got["top1pct_share"] == want
+        outside = [i for i in at if i not in set(inside)]
+        assert cell["drift"]["inside"] == mean(known("anchor", inside))
+        assert cell["drift"]["outside"] == mean(known("anchor", outside))
+        assert all(cell[k] == mean(known(k, inside)) for k in MEANS)
 
 
 def test_parts_of_a_run() -> None:
