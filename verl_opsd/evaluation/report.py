@@ -33,7 +33,8 @@ from verl_opsd.tokens.store import EpisodeStore
 
 
 def telemetry(folder: Path, epochs: int = 1) -> dict[str, Any]:
-    """Statistics of every use of a position in the run's updates, in training order (``distill.telemetry``); nats a token.
+    """Statistics of every use of a position in the run's updates, in training order (``distill.telemetry``), within an optimizer step by
+    row and place; nats a token.
 
     ``infinite``: values that no statistic holds, counted by name and round; they are left out like unknown ones.
     ``summary``: of the whole window, and by token class, turn, position in the turn, tokens before the position (these three by the
@@ -55,6 +56,9 @@ def telemetry(folder: Path, epochs: int = 1) -> dict[str, Any]:
             if count := int(np.isinf(value).sum()):
                 infinite.append(f"{count} of {size} values of {name} in round {int(f.stem)}")
                 values[name] = np.where(np.isinf(value), np.nan, value)
+        # Ranks and micro-batches leave a step's positions in any order. Files of versions before 'row' are ordered without it.
+        order = np.lexsort([values[k] for k in ("position", "row", "step") if k in values])
+        values = {name: value[order] for name, value in values.items()}
         labels = {
             "class": values["class"].astype(np.int64),
             "turn": bucket(values["turn"], TURNS),

@@ -102,6 +102,24 @@ def save(folder, number, **columns):
     np.savez(folder / f"{number:05d}.npz", carried=np.int64(carried), **columns)
 
 
+def test_quarters_do_not_depend_on_how_ranks_and_micro_batches_hold_the_rows(tmp_path):
+    """Two steps of rows 0 and 1 with two positions each: a quarter is one row of one step, in whatever order the values arrive."""
+    columns = {
+        "divergence": [1.0, 3.0, 5.0, 7.0, 2.0, 4.0, 6.0, 8.0],
+        "anchor": [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5],
+        "step": [4, 4, 4, 4, 5, 5, 5, 5],
+        "row": [0, 0, 1, 1] * 2,
+        "position": [7, 9, 3, 5] * 2,
+    }
+    found = []
+    for i, order in enumerate(([0, 1, 2, 3, 4, 5, 6, 7], [2, 3, 0, 1, 6, 7, 4, 5], [6, 4, 5, 7, 1, 0, 3, 2])):
+        save(tmp_path / str(i), 1, **{k: np.array(v)[order] for k, v in columns.items()})
+        found.append(telemetry(tmp_path / str(i), epochs=2))
+    assert found[0]["kl_by_quarter"] == [2.0, 6.0, 3.0, 7.0] and found[0]["drift_by_quarter"] == [1.0, 3.0, 5.0, 7.0]
+    assert [found[0]["summary"]["by"]["third"][k]["divergence"]["max"] for k in "012"] == [5.0, 7.0, 8.0]
+    assert found[0] == found[1] == found[2]
+
+
 def test_infinite_values_are_counted_and_named_and_the_rest_stands(tmp_path):
     save(tmp_path, 1, divergence=[1.0, 3.0], agree=[1, 0])
     save(tmp_path, 2, divergence=[np.inf, 5.0, np.nan], anchor=[0.5, -np.inf, np.inf], agree=[1, 1, 0])
