@@ -67,7 +67,8 @@ def test_predictions_are_near_what_an_h200_measured(context: int, side: str, sec
         chosen = plan(STUDENT, context, int(kept[1]), "on the host" in note)
         beside = teacher if side == "student" else 2 * 248320 * 5120
         found = student + beside + memory.step_bytes(STUDENT, context, chosen)
-        if EARLIER in note:  # then a kept layer also kept what its backward now makes again; the last one is at work at the peak
+        if EARLIER in note:
+            # A kept layer also kept what its backward now makes again; the last one is at work at the peak.
             found += context * sum(
                 STUDENT.remade_bytes(k) for k, keep in zip(STUDENT.kinds[:-1], chosen.keep, strict=False) if keep
             )
