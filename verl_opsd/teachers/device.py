@@ -78,7 +78,6 @@ class DeviceTeacher:
                 "every weight of a teacher is read, none is left to chance",
                 "use a complete checkpoint of a causal language model",
             )
-        model = model.to(dtype)  # of a multimodal checkpoint transformers gives the text model in the stored dtype
         if adapter is not None:
             from peft import PeftModel
 

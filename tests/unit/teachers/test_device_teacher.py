@@ -80,8 +80,9 @@ def test_a_head_that_a_multimodal_checkpoint_ties_is_its_embedding(tmp_path: Pat
     if says == "text":
         model.lm_head.weight = model.model.language_model.embed_tokens.weight
     model.save_pretrained(tmp_path)
-    teacher = DeviceTeacher(str(tmp_path), torch.float32, "cpu", "tied")
-    assert torch.equal(teacher.weight_VH, model.model.language_model.embed_tokens.weight)
+    teacher = DeviceTeacher(str(tmp_path), torch.bfloat16, "cpu", "tied")  # stored in float32
+    assert torch.equal(teacher.weight_VH, model.model.language_model.embed_tokens.weight.bfloat16())
+    assert {p.dtype for p in teacher._model.parameters()} == {torch.bfloat16}
 
 
 def test_a_teacher_whose_files_lack_a_weight_is_refused(path: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_opsd.errors import OpsdError
+from verl_opsd.models import multimodal
 from verl_opsd.models.memory import out_of_the_file
 from verl_opsd.verl_adapter.rollout import weights
 from verl_opsd.verl_adapter.rollout.engine_core import EngineCore, Reply, Request
@@ -120,7 +121,7 @@ class EmbeddedServer:
         self._engine = EngineThread(self._core)
 
     def _load_model(self) -> torch.nn.Module:
-        hf_config = self.model_config.hf_config
+        hf_config = multimodal.text_config(self.model_config.hf_config)
         flat = attends_to_whole_past(hf_config.get_text_config())
         model = AutoModelForCausalLM.from_pretrained(
             str(self.model_config.local_path),
