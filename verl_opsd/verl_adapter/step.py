@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from verl_opsd.distill.head import HeadResult, HeadTask
+from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.policy import PpoClip, ppo_loss
 from verl_opsd.distill.weights import threshold_mask
 from verl_opsd.errors import OpsdError
@@ -86,8 +87,8 @@ def loss_task(
         outside = teacher[teacher_of_rows(batch, counts, len(teacher))]
         signal = outside.voice.unpack(torch.cat(signal_rows(batch, "opsd_signal", counts)))
         weight_VH = outside.weight_VH
-        if outside.voice.form == "support" and not spec.sampled:  # it brings the top k that an exact one is cut to
-            spec = dataclasses.replace(spec, support="signal", top_k=None)
+        if outside.voice.form == "support" and not spec.sampled:
+            spec = _of_given_support(spec, outside.voice)
     return HeadTask(
         kind="loss",
         index_N=layout_index([len(x) for x in ids], positions, packed),
@@ -103,6 +104,22 @@ def loss_task(
         policy=loss.task_reward is not None,
         behaviour_logprob_N=flat(batch, "opsd_behaviour") if loss.spec.divergence == "policy_gradient" else None,
     )
+
+
+def _of_given_support(spec: LossSpec, voice: Voice) -> LossSpec:
+    """The loss on the support that a teacher's rows bring: the top k that an exact teacher is cut to.
+
+    Raises:
+        OpsdError: the loss asks for another support.
+    """
+    given = voice.width // 2 - 1
+    if spec.support != "signal" and (spec.support, spec.top_k) != ("teacher_topk", given):
+        raise OpsdError(
+            f"support={spec.support} top_k={spec.top_k} with teacher {voice.name}, which gives its {given} most probable tokens",
+            "a given support is the teacher's; no other can be made of it",
+            "set support=teacher_topk and the teacher's top_k, or use a teacher of hidden states",
+        )
+    return dataclasses.replace(spec, support="signal", top_k=None)
 
 
 def task_reward_loss(batch: Mapping[str, Tensor], task: HeadTask, clip: PpoClip, ranks: int, mine_N: Tensor | None) -> Tensor:

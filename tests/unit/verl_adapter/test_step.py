@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from verl_opsd.distill.head import HeadResult
+from verl_opsd.distill.loss import LossSpec
+from verl_opsd.distill.signal import Signal
+from verl_opsd.errors import OpsdError
+from verl_opsd.teachers.base import Voice
+from verl_opsd.verl_adapter.loss import OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged
-from verl_opsd.verl_adapter.step import kept_coefficient, metrics_of, turn_position
+from verl_opsd.verl_adapter.step import OutsideTeacher, kept_coefficient, loss_task, metrics_of, turn_position
 
 ROWS = {
     "opsd_coef": [[0.1, 0.2, 0.3], [], [0.4]],
@@ -42,3 +48,33 @@ def test_kept_coefficients_are_those_above_the_threshold() -> None:
     nan = torch.full((4,), torch.nan)
     result = HeadResult(torch.tensor([0.05, 0.06, 0.01, 0.2]), *[nan] * 8)
     assert abs(kept_coefficient(batch(), result, 0.05).item() - 0.6) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("spec", "asked"),
+    [
+        (LossSpec(support="teacher_topk", top_k=1), "signal"),
+        (LossSpec(support="signal"), "signal"),
+        (LossSpec(divergence="k2"), "full"),
+        (LossSpec(), None),
+        (LossSpec(support="student_topk", top_k=1), None),
+        (LossSpec(support="union_topk", top_k=1), None),
+        (LossSpec(support="teacher_topk", top_k=2), None),
+    ],
+    ids=str,
+)
+def test_a_given_support_is_taken_for_no_other(spec: LossSpec, asked: str | None) -> None:
+    """A teacher that gives its most probable token, and the sampled one, under losses that ask for that, and for what it can't give."""
+    voice = Voice("top", "support", 5, torch.float32)
+    ids, half = torch.tensor([[3, 4]] * 4), torch.full((4, 2), 0.25).log()
+    signal = voice.pack(Signal(ids_NK=ids, logprobs_NK=half, tail_N=torch.full((4,), 0.5).log()))
+    zero = [[0.0] * len(x) for x in ROWS["opsd_coef"]]
+    rows = batch() | {f"opsd_{k}": jagged([torch.tensor(x) for x in zero]) for k in ("anchor", "reward", "behaviour")}
+    rows |= {"input_ids": jagged([torch.full((23,), 3)] * 3), "opsd_signal": jagged(list(signal.split([3, 0, 1])))}
+    made = (rows, OpsdLoss(spec, teacher="device"), [OutsideTeacher(voice, None)], ("student", None), 1, True)
+    if asked is None:
+        with pytest.raises(OpsdError, match="which gives its 1 most probable tokens"):
+            loss_task(*made)
+        return
+    task = loss_task(*made)
+    assert task.loss.support == asked and task.teacher is not None and torch.equal(task.teacher.ids_NK, ids)
