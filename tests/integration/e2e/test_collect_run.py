@@ -21,13 +21,14 @@ from verl_opsd.cli.main import main
 pytestmark = pytest.mark.slow
 LEDGER = ("pocket_ledger_task", 1)
 IDS = [f"eval-00000-{i:05d}-0" for i in range(4)]
-WAIT = {"text": "I wait.", "command": "sleep 20"}
+WAIT = {"text": "I wait.", "command": "sleep 8"}
 
 
-def arguments(here: Path, slow: bool) -> list[str]:
-    """Two pairs, two seeds each, one episode at a time: the first pair is solved at once, the second never; slow ones are met in the act."""
-    idle = {f"agent{i}": [WAIT, SUBMIT] if slow else [SUBMIT, SUBMIT] for i in (1, 2)}
-    solved = {f"agent{i}": [gold(TEXTKIT, i), PUBLISH, SUBMIT] for i in (1, 2)}
+def arguments(here: Path) -> list[str]:
+    """Two pairs, two seeds each, one episode at a time, in whichever order verl starts them: the first pair is solved, the second never.
+    Every agent waits, to be met in the act."""
+    idle = {f"agent{i}": [WAIT, SUBMIT] for i in (1, 2)}
+    solved = {f"agent{i}": [WAIT, gold(TEXTKIT, i), PUBLISH, SUBMIT] for i in (1, 2)}
     (here / "script.json").write_text(json.dumps({key(TEXTKIT, (1, 2)): solved, key(LEDGER, (1, 2)): idle}))
     tasks = [{"repo": repo, "task_id": task, "pairs": [[1, 2]]} for repo, task in (TEXTKIT, LEDGER)]
     (here / "pairs.json").write_text(json.dumps({"tasks": tasks}))
@@ -50,10 +51,10 @@ def collected(run: Path) -> dict[str, int]:
 
 
 def killed(here: Path) -> dict[str, int]:
-    """Starts the command, ends it by SIGKILL while an agent of the third episode works, and waits until nothing of it is left."""
+    """Starts the command, ends it by SIGKILL while an agent works and two episodes are on record, and waits until nothing of it is left."""
     with (here / "killed.txt").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "verl.trainer.main_ppo", *arguments(here, slow=True)],
+            [sys.executable, "-u", "-m", "verl.trainer.main_ppo", *arguments(here)],
             cwd=here,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -63,7 +64,7 @@ def killed(here: Path) -> dict[str, int]:
         )
     watch, until = Watch({psutil.Process(process.pid)}), time.monotonic() + 300
     try:
-        while len(collected(here / "here")) < 2 or not any("sleep 20" in line for line in watch.alive()):
+        while len(collected(here / "here")) < 2 or not any(WAIT["command"] in line for line in watch.alive()):
             assert process.poll() is None and time.monotonic() < until, (here / "killed.txt").read_text()[-5000:]
             watch.look()
             time.sleep(0.2)
@@ -81,14 +82,14 @@ def killed(here: Path) -> dict[str, int]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], Job]:
     here = tmp_path_factory.mktemp("collect")
     kept = killed(here)
-    return kept, run_trainer(here, *arguments(here, slow=False))
+    return kept, run_trainer(here, *arguments(here))
 
 
 def test_the_same_command_runs_what_is_missing(runs: tuple[dict[str, int], Job]) -> None:
     kept, job = runs
     job.assert_done()
-    assert sorted(kept) == IDS[:2]
-    assert "2 of 4 episodes are on record; 2 run" in job.output
+    assert 2 <= len(kept) < 4 and kept.keys() < set(IDS)
+    assert f"{len(kept)} of 4 episodes are on record; {4 - len(kept)} run" in job.output
     now = collected(job.directory)
     assert sorted(now) == IDS and {i: now[i] for i in kept} == kept
     assert [(e["episode_id"], e["repo"], e["outcome"]) for e in table(job.directory, "episodes", "eval")] == [
@@ -103,9 +104,9 @@ def test_sampling_off_the_models_own_distribution_is_told(runs: tuple[dict[str, 
 
 
 def test_progress_yield_and_spread_are_printed(runs: tuple[dict[str, int], Job]) -> None:
-    _, job = runs
+    kept, job = runs
     ran = [int(n) for n in re.findall(r"verl-opsd: planned 4, ran (\d), scored \1, void 0: features", job.output)]
-    assert set(ran) == {2, 3, 4} and ran == sorted(ran)
+    assert set(ran) == set(range(len(kept), 5)) and ran == sorted(ran)
     assert "yield: 50.0% of the agents' runs" in job.output
     assert "pocket_textkit_task/task0 4 of 4" in job.output and "pocket_ledger_task/task1 0 of 4" in job.output
     assert "warning: 1 of 2 tasks were never solved" in job.output
