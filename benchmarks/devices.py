@@ -58,6 +58,7 @@ def make_hybrid(path: Path, hidden: int, layers: int, seed: int) -> Path:
         "head_dim": 128,
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 8,
+        "mamba_ssm_dtype": "float32",  # as published; vLLM keeps the state of the delta rule in it
         "max_position_embeddings": 16384,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,

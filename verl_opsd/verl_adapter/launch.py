@@ -43,6 +43,7 @@ from verl_opsd.verl_adapter.requirements import (
     check_hardware,
     check_heads,
     check_rollout,
+    check_served,
     check_support,
     check_trl,
     ensure_student,
@@ -236,6 +237,7 @@ def check_models(config: DictConfig, opsd: OpsdConfig) -> str:
     check_adapter(config, model_path)
     check_support(opsd, model_path)
     check_heads(config, model_path)
+    check_served(config.actor_rollout_ref.rollout, model_path)
     check_chat(opsd, model_path)
     check_teachers(opsd, model_path)
     return model_path

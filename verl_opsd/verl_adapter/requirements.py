@@ -116,6 +116,33 @@ def check_rollout(rollout: DictConfig) -> None:
         Script.load(OmegaConf.select(rollout, "engine_kwargs.opsd.script"))
 
 
+def check_served(rollout: DictConfig, student_path: str) -> None:
+    """vLLM's class of Qwen3.5 imports a package that vLLM's build for CPUs is installed without, and that build has its kernels in
+    one dtype.
+
+    Raises:
+        OpsdError: the package is missing, or without an accelerator rollouts are of another dtype.
+    """
+    from transformers import AutoConfig
+
+    text = AutoConfig.from_pretrained(student_path).get_text_config()
+    if rollout.name != "vllm" or "linear_attention" not in (getattr(text, "layer_types", None) or ()):
+        return
+    if importlib.util.find_spec("torchvision") is None:
+        raise OpsdError(
+            f"rollout.name=vllm with {student_path}, a Qwen3.5, and torchvision is not installed",
+            "vLLM's class of this family, text or multimodal, imports torchvision",
+            "install the release and build of torchvision that belongs to the installed torch, or leave rollout.name out",
+        )
+    if not accelerator_present() and rollout.dtype != "bfloat16":
+        raise OpsdError(
+            f"actor_rollout_ref.rollout.dtype={rollout.dtype} with {student_path} in vLLM without an accelerator",
+            "vLLM's build for CPUs has the gated delta rule in bfloat16 alone",
+            "set actor_rollout_ref.rollout.dtype=bfloat16 and opsd.gates.publish_kl_max for its rounding (1e-4), or leave "
+            "rollout.name out",
+        )
+
+
 def ensure_embedded(kind: str) -> Path | None:
     """The folder of an embedded student, made if it is not there; None for no kind."""
     from verl_opsd.models import smollm, tiny

