@@ -120,6 +120,14 @@ def test_quarters_do_not_depend_on_how_ranks_and_micro_batches_hold_the_rows(tmp
     assert found[0] == found[1] == found[2]
 
 
+def test_epochs_are_blocks_of_a_rounds_steps(tmp_path):
+    """Two epochs of steps 4 and 5, then 6 and 7; the next round's are 8 to 11."""
+    for n, first in ((1, 4), (2, 8)):
+        save(tmp_path, n, divergence=[1.0, 2.0, 3.0, 4.0], step=[first, first + 1, first + 2, first + 3])
+    by = telemetry(tmp_path, epochs=2)["summary"]["by"]["epoch"]
+    assert {k: (c["positions"], c["divergence"]["mean"]) for k, c in by.items()} == {"0": (4, 1.5), "1": (4, 3.5)}
+
+
 def test_infinite_values_are_counted_and_named_and_the_rest_stands(tmp_path):
     save(tmp_path, 1, divergence=[1.0, 3.0], agree=[1, 0])
     save(tmp_path, 2, divergence=[np.inf, 5.0, np.nan], anchor=[0.5, -np.inf, np.inf], agree=[1, 1, 0])

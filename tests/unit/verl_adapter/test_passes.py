@@ -132,3 +132,11 @@ def test_loss_is_a_plain_value() -> None:
     loss = OpsdLoss(anchor=True, reference="initial")
     assert pickle.loads(pickle.dumps(loss)) == loss != OpsdLoss()
     assert hash(loss) == hash(OpsdLoss(anchor=True, reference="initial"))
+
+
+def test_a_position_at_the_first_token_of_a_pass_is_of_that_pass() -> None:
+    """Passes of 3 and 4 tokens; positions 1, 3 and 5 of the view are token 1 of the first, 0 and 2 of the second."""
+    row = {"opsd_view_ids": torch.arange(7), "opsd_view_len": torch.tensor([3, 4]), "opsd_view_pos": torch.tensor([1, 3, 5])}
+    first, second = view_passes([row])
+    assert (first.slots_N.tolist(), first.index_N.tolist(), first.ids_T.tolist()) == ([0], [1], [0, 1, 2])
+    assert (second.slots_N.tolist(), second.index_N.tolist(), second.ids_T.tolist()) == ([1, 2], [0, 2], [3, 4, 5, 6])

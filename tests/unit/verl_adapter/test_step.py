@@ -7,7 +7,9 @@ import torch
 
 from verl_opsd.distill.head import HeadResult
 from verl_opsd.distill.loss import LossSpec
+from verl_opsd.distill.policy import PpoClip
 from verl_opsd.distill.signal import Signal
+from verl_opsd.distill.weights import Threshold
 from verl_opsd.errors import OpsdError
 from verl_opsd.teachers.base import Voice
 from verl_opsd.verl_adapter.loss import OpsdLoss
@@ -78,3 +80,14 @@ def test_a_given_support_is_taken_for_no_other(spec: LossSpec, asked: str | None
         return
     task = loss_task(*made)
     assert task.loss.support == asked and task.teacher is not None and torch.equal(task.teacher.ids_NK, ids)
+
+
+@pytest.mark.parametrize(("term", "asked"), [("anchor", {"anchor": True}), ("reward", {"task_reward": PpoClip()})])
+def test_a_mean_over_kept_positions_takes_no_term_with_a_denominator_of_its_own(term: str, asked: dict) -> None:
+    spec = LossSpec(weights=(Threshold(0.05),))
+    rows = batch() | {
+        f"opsd_{k}": jagged([torch.full((len(x),), float(k == term)) for x in ROWS["opsd_coef"]]) for k in ("anchor", "reward")
+    }
+    rows |= {"input_ids": jagged([torch.full((23,), 3)] * 3)}
+    with pytest.raises(OpsdError, match=f"rows with opsd_{term} under a loss that is divided by the kept positions"):
+        loss_task(rows, OpsdLoss(spec, divide_by_kept=True, **asked), ("student", None), ("student", None), 1, True)
