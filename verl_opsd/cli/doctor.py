@@ -37,6 +37,7 @@ SEAMS = (
     "verl.workers.engine_workers:TrainingWorker.train_mini_batch",
     "verl.workers.rollout.replica:RolloutReplicaRegistry.register",
     "verl.workers.rollout.base:_ROLLOUT_REGISTRY",
+    "verl.utils.model:get_hf_auto_model_class",
     "verl.utils.tokenizer.continuous_token_wiring:create_continuous_token_builder",
     "verl.experimental.agent_loop.tool_parser:ToolParser.get_tool_parser",
     "verl.experimental.agent_loop.agent_loop:register",

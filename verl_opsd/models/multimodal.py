@@ -42,6 +42,22 @@ def text_config(config: Any) -> Any:
     return text
 
 
+def require_complete(who: str, path: str, info: dict[str, Any]) -> None:
+    """
+    Args:
+        info: what transformers says of a load (``output_loading_info``).
+
+    Raises:
+        OpsdError: a weight is in none of the files.
+    """
+    if info["missing_keys"]:
+        raise OpsdError(
+            f"{who} {path}, whose files lack {', '.join(sorted(info['missing_keys'])[:5])}",
+            "every weight is read, none is left to chance",
+            "use a complete checkpoint of a causal language model",
+        )
+
+
 def stored_name(name: str) -> str:
     """A text model's parameter as its multimodal checkpoint names it; PEFT's prefix stays."""
     prefix = _PEFT if name.startswith(_PEFT) else ""

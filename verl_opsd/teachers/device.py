@@ -72,12 +72,7 @@ class DeviceTeacher:
         model, info = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
         )
-        if info["missing_keys"]:
-            raise OpsdError(
-                f"teacher {path}, whose files lack {', '.join(sorted(info['missing_keys'])[:5])}",
-                "every weight of a teacher is read, none is left to chance",
-                "use a complete checkpoint of a causal language model",
-            )
+        multimodal.require_complete("teacher", path, info)
         if adapter is not None:
             from peft import PeftModel
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from verl.utils import model as verl_model
 from verl.utils.device import get_device_id
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -71,7 +72,8 @@ class WeightsEngine(FSDPEngineWithLMHead):
         super().initialize()
 
     def _build_module(self) -> nn.Module:
-        module = super()._build_module()
+        with _complete():
+            module = super()._build_module()
         rotary.restore(module)
         self.head: LossPositionHead = install_head(module)
         self.kernels = choice = kernels.choose(kernels.Facts.of_this_process())
@@ -284,3 +286,31 @@ class WeightsEngine(FSDPEngineWithLMHead):
             self._reshard()
             for m, training in flags:
                 m.training = training
+
+
+class _Complete:
+    """A loader of transformers' that refuses files which lack a weight; left to itself it fills the place at random."""
+
+    def __init__(self, auto_class: Any):
+        self._auto_class = auto_class
+
+    def from_pretrained(self, pretrained_model_name_or_path: str, **kwargs: Any) -> nn.Module:
+        """transformers'.
+
+        Raises:
+            OpsdError: a weight of the student is in none of its files.
+        """
+        model, info = self._auto_class.from_pretrained(pretrained_model_name_or_path, **kwargs, output_loading_info=True)
+        multimodal.require_complete("the student", pretrained_model_name_or_path, info)
+        return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _complete() -> Iterator[None]:
+    """verl's engine loads with :class:`_Complete`; it looks the loader up when it builds a model."""
+    original = verl_model.get_hf_auto_model_class
+    verl_model.get_hf_auto_model_class = lambda hf_config: _Complete(original(hf_config))
+    try:
+        yield
+    finally:
+        verl_model.get_hf_auto_model_class = original

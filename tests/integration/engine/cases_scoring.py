@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import shutil
 from typing import Any
 
 import cpu_platform  # noqa: F401
 import torch
 from ranks import ADAPTER, INITIAL, MODELS, RANK, all_rows, build, gathered, mine, one_step, set_params
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tiny import batch, make_row, reference_model
 
+from verl_opsd.errors import OpsdError
 from verl_opsd.models.forward import adapters_off
 from verl_opsd.verl_adapter import checks
 from verl_opsd.verl_adapter.engine import OpsdEngine
@@ -166,7 +169,7 @@ def case_rope() -> dict:
 
 
 def case_multimodal() -> dict:
-    """A multimodal checkpoint against the text model inside it: gradients, and what is published, by the names of the files."""
+    """A checkpoint without one of its weights; a multimodal one against the text model inside it: gradients, and what is published, by the names of the files."""
     out: dict[str, Any] = {}
     for lora in (True, False):
         text, whole = (build(name, lora) for name in ("hybrid", "multimodal"))
@@ -175,6 +178,14 @@ def case_multimodal() -> dict:
         inside, published = (dict(e.get_per_tensor_param(base_sync_done=True)[0]) for e in (text, whole))
         out[f"same_{lora}"] = [torch.equal(a, b) for a, b in zip(inside.values(), published.values(), strict=True)]
         out[f"names_{lora}"] = sorted(published)
+    shutil.copytree(f"{MODELS}/untied", f"{MODELS}/cut")
+    weights = load_file(f"{MODELS}/cut/model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, f"{MODELS}/cut/model.safetensors", {"format": "pt"})
+    try:
+        build("cut")
+    except OpsdError as error:
+        out["cut"] = str(error)
     with safe_open(f"{MODELS}/multimodal/model.safetensors", "pt") as f:
         out["stored"] = sorted(f.keys())
     return out

@@ -289,6 +289,7 @@ def test_a_multimodal_checkpoint_is_trained_as_its_text_model_and_published_as_i
     text = {n for n in found["stored"] if "visual" not in n}
     assert set(found["names_False"]) == text and len(text) < len(found["stored"])
     modules = {n.removeprefix("base_model.model.").split(".lora_")[0] + ".weight" for n in found["names_True"]}
+    assert "the student" in found["cut"] and "lack model.layers.1.mlp.up_proj.weight" in found["cut"]
     assert modules and modules < text and "model.language_model.layers.0.mlp.up_proj.weight" in modules
 
 
