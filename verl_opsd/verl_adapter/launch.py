@@ -237,7 +237,7 @@ def check_models(config: DictConfig, opsd: OpsdConfig) -> str:
     check_adapter(config, model_path)
     check_support(opsd, model_path)
     check_heads(config, model_path)
-    check_served(config.actor_rollout_ref.rollout, model_path)
+    check_served(config.actor_rollout_ref.model, config.actor_rollout_ref.rollout)
     check_chat(opsd, model_path)
     check_teachers(opsd, model_path)
     return model_path

@@ -116,17 +116,26 @@ def check_rollout(rollout: DictConfig) -> None:
         Script.load(OmegaConf.select(rollout, "engine_kwargs.opsd.script"))
 
 
-def check_served(rollout: DictConfig, student_path: str) -> None:
-    """vLLM's class of Qwen3.5 imports a package that vLLM's build for CPUs is installed without, and that build has its kernels in
-    one dtype.
+def check_served(model: DictConfig, rollout: DictConfig) -> None:
+    """vLLM's build for CPUs packs weights when they are loaded, so that no others can be published, and has Qwen3.5's kernels in one
+    dtype; vLLM's class of Qwen3.5 imports a package that this build is installed without.
 
     Raises:
-        OpsdError: the package is missing, or without an accelerator rollouts are of another dtype.
+        OpsdError: without an accelerator no adapter is trained, or rollouts of Qwen3.5 are of another dtype; the package is missing.
     """
     from transformers import AutoConfig
 
+    if rollout.name != "vllm":
+        return
+    if not accelerator_present() and not model.lora_rank and OmegaConf.select(model, "lora_adapter_path") is None:
+        raise OpsdError(
+            "actor_rollout_ref.model.lora_rank=0 with rollout.name=vllm without an accelerator",
+            "vLLM's build for CPUs packs weights when it loads them; others are not taken, and verl would wait for them for ever",
+            "train an adapter (lora_rank > 0), or leave rollout.name out",
+        )
+    student_path = str(model.path)
     text = AutoConfig.from_pretrained(student_path).get_text_config()
-    if rollout.name != "vllm" or "linear_attention" not in (getattr(text, "layer_types", None) or ()):
+    if "linear_attention" not in (getattr(text, "layer_types", None) or ()):
         return
     if importlib.util.find_spec("torchvision") is None:
         raise OpsdError(

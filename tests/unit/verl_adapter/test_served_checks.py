@@ -1,4 +1,4 @@
-"""Qwen3.5 in vLLM: what its class and its kernels for CPUs need is asked for before anything starts."""
+"""vLLM's build for CPUs, and Qwen3.5 in vLLM: what they can't do and what they need is said before anything starts."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     return of
 
 
-def rollout(name: str = "vllm", dtype: str = "float32") -> DictConfig:
-    return OmegaConf.create({"name": name, "dtype": dtype})
+def check(path: str, name: str = "vllm", dtype: str = "float32", rank: int = 8, adapter: str | None = None) -> None:
+    model: DictConfig = OmegaConf.create({"path": path, "lora_rank": rank, "lora_adapter_path": adapter})
+    check_served(model, OmegaConf.create({"name": name, "dtype": dtype}))
 
 
 @pytest.mark.parametrize("kind", ["text", "multimodal"])
@@ -46,7 +47,7 @@ def rollout(name: str = "vllm", dtype: str = "float32") -> DictConfig:
 def test_a_missing_torchvision_is_refused(host: Any, paths: dict[str, str], kind: str, accelerator: bool) -> None:
     host(False, accelerator)
     with pytest.raises(OpsdError, match=r"torchvision is not installed"):
-        check_served(rollout(dtype="bfloat16"), paths[kind])
+        check(paths[kind], dtype="bfloat16")
 
 
 @pytest.mark.parametrize("kind", ["text", "multimodal"])
@@ -54,24 +55,36 @@ def test_a_missing_torchvision_is_refused(host: Any, paths: dict[str, str], kind
 def test_without_an_accelerator_it_is_served_in_bfloat16_alone(host: Any, paths: dict[str, str], kind: str, dtype: str) -> None:
     host(True, False)
     with pytest.raises(OpsdError, match=f"rollout.dtype={dtype} .*\n.*bfloat16 alone"):
-        check_served(rollout(dtype=dtype), paths[kind])
-    check_served(rollout(dtype="bfloat16"), paths[kind])
+        check(paths[kind], dtype=dtype)
+    check(paths[kind], dtype="bfloat16")
     host(True, True)
-    check_served(rollout(dtype=dtype), paths[kind])
+    check(paths[kind], dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["plain", "multimodal"])
+def test_without_an_accelerator_it_takes_adapters_alone(host: Any, paths: dict[str, str], kind: str) -> None:
+    host(True, False)
+    with pytest.raises(OpsdError, match=r"lora_rank=0 with rollout\.name=vllm without an accelerator"):
+        check(paths[kind], dtype="bfloat16", rank=0)
+    check(paths[kind], dtype="bfloat16", rank=0, adapter="somewhere")
+    check(paths[kind], name="opsd_embedded", rank=0)
+    host(True, True)
+    check(paths[kind], dtype="bfloat16", rank=0)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("opsd_embedded", "multimodal"), ("opsd_scripted", "text"), ("vllm", "plain")])
 def test_other_servers_and_other_models_need_neither(host: Any, paths: dict[str, str], name: str, kind: str) -> None:
     host(False, False)
-    check_served(rollout(name), paths[kind])
+    check(paths[kind], name)
 
 
 def test_it_is_asked_for_among_the_checks_of_models(host: Any, paths: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     from verl_opsd.verl_adapter import launch
 
     host(False, False)
-    for check in ("ensure_student", "check_adapter", "check_support", "check_heads"):
-        monkeypatch.setattr(launch, check, lambda *_: None)
-    config = OmegaConf.create({"actor_rollout_ref": {"model": {"path": paths["multimodal"]}, "rollout": rollout()}})
+    for other in ("ensure_student", "check_adapter", "check_support", "check_heads"):
+        monkeypatch.setattr(launch, other, lambda *_: None)
+    parts = {"model": {"path": paths["multimodal"], "lora_rank": 8}, "rollout": {"name": "vllm", "dtype": "bfloat16"}}
+    config = OmegaConf.create({"actor_rollout_ref": parts})
     with pytest.raises(OpsdError, match="torchvision"):
         launch.check_models(config, None)  # type: ignore[arg-type]
