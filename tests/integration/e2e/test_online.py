@@ -103,7 +103,8 @@ def test_loss_and_divergences_agree_with_the_positions(online):
     assert d["kl_by_round"] == pytest.approx([t["divergence"].mean() for t in rounds], rel=1e-5)
     for t in rounds:
         assert t["coef"] == pytest.approx(1 / t["coef"].size, rel=1e-5)
-    kl, agree = (np.concatenate([t[k] for t in rounds]) for k in ("divergence", "agree"))
+    order = [np.lexsort((t["position"], t["row"], t["step"])) for t in rounds]  # within a step by row and place
+    kl, agree = (np.concatenate([t[k][o] for t, o in zip(rounds, order, strict=True)]) for k in ("divergence", "agree"))
     assert d["kl_mean"] == pytest.approx(kl.sum() / kl.size, rel=1e-5)
     assert d["kl_median"] == pytest.approx(np.quantile(kl, 0.5, method="lower"), rel=0.011)  # a sketch's accuracy
     ledger = said["ledger"]
