@@ -66,6 +66,8 @@ def make_hybrid(path: Path, hidden: int, layers: int, seed: int) -> Path:
     vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": hidden}
     torch.manual_seed(seed)
     model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision))
+    with torch.no_grad():
+        model.lm_head.weight *= 5  # as initialised, distributions are so flat that a brief's effect is below bf16's noise
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
@@ -81,7 +83,8 @@ def models(student: str, scale: str, folder: Path) -> list[str]:
     size = (512, 8) if scale != "local" else (64, 4)
     path = make_hybrid(folder / "student", *size, seed=0)
     teacher = make_hybrid(folder / "teacher", 3 * size[0] // 2, size[1], seed=1)
-    return [f"actor_rollout_ref.model.path={path}", f"opsd.teacher.path={teacher}", "contract=local"]
+    named = [f"actor_rollout_ref.model.path={path}", f"opsd.teacher.path={teacher}"]
+    return [*named, "contract=local", "opsd.brief.placement=last_user"]
 
 
 def describe(run: Path) -> str:
