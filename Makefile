@@ -42,7 +42,7 @@ demo: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy verl_opsd
+	MYPYPATH=benchmarks $(BIN)/mypy verl_opsd benchmarks
 
 # Whole runs of the trainer one after another, as each takes both cores; everything else in two processes.
 test: lint

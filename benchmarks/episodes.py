@@ -20,7 +20,7 @@ import json
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -51,7 +51,7 @@ class Clock:
     """Seconds by phase, over all pairs and threads."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
 
     def add(self, phase: str, seconds: float) -> None:

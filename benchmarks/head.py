@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from verl_opsd.distill import dense
 from verl_opsd.distill.chunk import ROWS, logits, one_pass
-from verl_opsd.distill.head import HeadTask, LossPositionHead, _add_rows
+from verl_opsd.distill.head import HeadTask, LossPositionHead
 from verl_opsd.distill.loss import LossSpec
 from verl_opsd.distill.signal import Signal
 
@@ -117,7 +117,7 @@ def parts(
         "their combination": often(blocks.combine),
         "gradient": often(lambda: blocks.grad(coef_C, torch.bfloat16)),
         "gradient's product": often(lambda: torch.mm(blocks.prob_CV.view(torch.bfloat16), weight_VS, out=grad_CS)),
-        "backward": lambda: _add_rows(torch.zeros_like(hidden_NS), index_N, hidden_NS * one),
+        "backward": lambda: torch.zeros_like(hidden_NS).index_add_(0, index_N, hidden_NS * one),
     }
 
 

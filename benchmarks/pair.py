@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def serve(pipe: Any, tiny: bool, device: torch.device, cap_gb: float | None) -> 
     pipe.send("ready")
     while (batch := pipe.recv()) is not None:
         passes = passes_of({k: jagged(v) for k, v in batch.items()})
-        pipe.send(timed(lambda passes=passes: teacher.score(passes), [device], 0))
+        pipe.send(timed(partial(teacher.score, passes), [device], 0))
 
 
 class RemoteTeacher:
@@ -209,9 +210,13 @@ class Bench:
             seeds = Seeds(student, teacher_model)
             ids = trajectory(context, self.turns, self.reply, 0, self.student_config.vocab_size)["input_ids"]
             ends = [int(context * f) for f in (1 / 6, 3 / 6, 5 / 6)]
-            work = lambda: [seeds.turn(ids[:e], self.reply) for e in ends]  # noqa: E731
+
+            def turns() -> None:
+                for e in ends:
+                    seeds.turn(ids[:e], self.reply)
+
             per_turn = self.row(
-                context, "per turn, top 20 (3 of 60)", work, sum(ends), sum(ends) * (6 * student_n + 2 * teacher_n)
+                context, "per turn, top 20 (3 of 60)", turns, sum(ends), sum(ends) * (6 * student_n + 2 * teacher_n)
             )
             self.table.say(f"# per turn: {len(ends) * self.reply / per_turn:.1f} loss tokens a GPU-second")
         if "plain" in parts:
@@ -246,9 +251,15 @@ class Bench:
         exact_NH = teacher.score(passes).hidden_NH
         products = teacher.to_fp8()
         free()
-        work = lambda: teacher.score(passes)  # noqa: E731
-        self.row(context, "teacher, FP8", work, context, 2 * teacher_n * context, lambda: f"{products} products")
-        self.profile(context, "teacher, FP8", work)
+        self.row(
+            context,
+            "teacher, FP8",
+            partial(teacher.score, passes),
+            context,
+            2 * teacher_n * context,
+            lambda: f"{products} products",
+        )
+        self.profile(context, "teacher, FP8", partial(teacher.score, passes))
         rounded_NH = teacher.score(passes).hidden_NH
         assert exact_NH is not None and rounded_NH is not None
         found = fp8.error(exact_NH.to(self.devices[-1]), rounded_NH.to(self.devices[-1]), teacher.weight_VH)
@@ -282,7 +293,7 @@ class Bench:
             if weight is None:
                 size = self.student_config.vocab_size, self.teacher_config.hidden_size
                 weight = torch.zeros(size, device=self.devices[0], dtype=torch.bfloat16)
-            work = lambda: student.step(batch, weight)  # noqa: E731
+            work = partial(student.step, batch, weight)
             flop = 6 * student_n * context
             seconds["student"] = self.row(context, "student", work, context, flop, lambda: expected[0])
             self.profile(context, "student", work)
@@ -292,22 +303,22 @@ class Bench:
             expected[1] = f"{bytes_ / 1e9:.1f} GB predicted, parts of {memory.part_tokens(context + self.brief)}"
         if teacher is not None and "teacher" in parts:
             passes = passes_of(batch)
-            work = lambda: teacher.score(passes)  # noqa: E731
+            scored = partial(teacher.score, passes)
             flop = 2 * teacher_n * context
-            seconds["teacher"] = self.row(context, "teacher", work, context, flop, lambda: expected[1])
-            self.profile(context, "teacher", work)
+            seconds["teacher"] = self.row(context, "teacher", scored, context, flop, lambda: expected[1])
+            self.profile(context, "teacher", scored)
         if student is None or teacher is None or "pair" not in self.args.parts or head_VH is None:
             return
         flop = (6 * student_n + 2 * teacher_n) * context
         both = seconds.get("student", math.nan) + seconds.get("teacher", math.nan)
         if self.args.tiny or context == self.args.contexts[0] or math.isnan(both):
 
-            def work() -> None:
+            def one_after_other() -> None:
                 hidden_NH = teacher.score(passes_of(batch)).hidden_NH
                 assert hidden_NH is not None
                 student.step(batch | {"opsd_signal": jagged([hidden_NH])}, head_VH)
 
-            both = self.row(context, "pair, one after the other", work, context, flop)
+            both = self.row(context, "pair, one after the other", one_after_other, context, flop)
         else:
             self.table.say(
                 f"{context:8} {'pair, sum of the two':30} {both:8.2f} {context / both:9.0f} {flop / both / self.rate:6.2f}"

@@ -220,8 +220,13 @@ def wrapped(weights: dict[str, Tensor], text_config: Any, wrapper: str) -> tuple
 
 @torch.no_grad()
 def log_probs(model: nn.Module, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Log-probabilities [T, V] of each sequence's next tokens; float32, nats."""
-    return [model(input_ids=torch.tensor([list(s)])).logits[0].float().log_softmax(-1) for s in sequences]
+    """Log-probabilities [T, V] of each sequence's next tokens; float32, nats, on the CPU.
+
+    The model moves to the accelerator if there is one: where flash-linear-attention is installed, a hybrid of transformers runs nowhere else.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device)
+    return [model(input_ids=torch.tensor([list(s)], device=device)).logits[0].float().log_softmax(-1).cpu() for s in sequences]
 
 
 def divergence(trained: Sequence[Tensor], other: Sequence[Tensor]) -> float:
@@ -243,7 +248,7 @@ def coherence(
     """
     good = 0
     for prompt in prompts:
-        ids = torch.tensor([list(prompt)])
+        ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new, pad_token_id=pad
         )  # type: ignore[operator]
