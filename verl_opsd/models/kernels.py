@@ -6,6 +6,7 @@ Suffixes: B batch, T tokens, A heads, D head dimension, H hidden size.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -205,6 +206,19 @@ def install(model: nn.Module, choice: Choice, kernels: Kernels | None = None) ->
         m.__class__ = swaps.get(type(m), type(m))
         if isinstance(m, GatedDeltaNet):
             m.kernels = kernels
+
+
+def on_host(model: nn.Module) -> None:
+    """Puts a model, and a hybrid's layers with their own code in torch, on the host: beside an accelerator transformers gives them
+    kernels of flash-linear-attention, which read no memory of the host. For models that run as transformers has them."""
+    model.to("cpu")
+    for m in model.modules():
+        if isinstance(m, qwen3_5.Qwen3_5GatedDeltaNet):
+            m.causal_conv1d_fn = None
+            for name in ("causal_conv1d_update", "chunk_gated_delta_rule", "recurrent_gated_delta_rule"):
+                setattr(m, name, inspect.unwrap(getattr(qwen3_5, f"torch_{name}")))
+            norm, m.norm = m.norm, qwen3_5.Qwen3_5RMSNormGated(m.head_v_dim, eps=m.layer_norm_epsilon)
+            m.norm.weight = norm.weight
 
 
 def fuse_adapters(model: nn.Module) -> None:

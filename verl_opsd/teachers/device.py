@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
 from verl_opsd.models import attention, kernels, multimodal, rotary, scoring
+from verl_opsd.models.adapter import put_on
 from verl_opsd.models.gated_delta import CarriedState
 from verl_opsd.models.memory import out_of_the_file
 from verl_opsd.planning.memory import PART, part_tokens
@@ -74,9 +75,7 @@ class DeviceTeacher:
         )
         multimodal.require_complete("teacher", path, info)
         if adapter is not None:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+            model = put_on(model, adapter).merge_and_unload()
         if torch.device(device).type == "cpu":
             out_of_the_file(model)
         self._take(model, dtype, device, name, mesh, fp8)

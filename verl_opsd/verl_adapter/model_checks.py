@@ -291,10 +291,17 @@ async def _parity(engine: EndpointEngine, model: str, adapter: str | None, promp
 def _trainer_logprobs(model: str, adapter: str, ids: list[int]) -> tuple[list[float], list[float]]:
     """Log-probabilities of each id after the first, without and with the adapter."""
     import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    net = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype="auto"), adapter).eval()
+    from verl_opsd.models import multimodal
+    from verl_opsd.models.adapter import put_on
+    from verl_opsd.models.kernels import on_host
+
+    config = multimodal.text_config(AutoConfig.from_pretrained(model))
+    text, info = AutoModelForCausalLM.from_pretrained(model, config=config, dtype="auto", output_loading_info=True)
+    multimodal.require_complete("--model", model, info)
+    on_host(text)
+    net = put_on(text, adapter).eval()
     ids_BT = torch.tensor([ids])
 
     @torch.no_grad()

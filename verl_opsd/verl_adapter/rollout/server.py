@@ -24,6 +24,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.models import multimodal
+from verl_opsd.models.kernels import on_host
 from verl_opsd.models.memory import out_of_the_file
 from verl_opsd.verl_adapter.rollout import weights
 from verl_opsd.verl_adapter.rollout.engine_core import EngineCore, Reply, Request
@@ -130,6 +131,7 @@ class EmbeddedServer:
             attn_implementation=ATTENTION if flat else "sdpa",
             trust_remote_code=self.model_config.trust_remote_code,
         )
+        on_host(model)
         out_of_the_file(model)
         return model.eval().requires_grad_(False)
 
