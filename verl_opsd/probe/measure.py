@@ -22,6 +22,7 @@ from torch import Tensor
 
 from verl_opsd.distill import dense
 from verl_opsd.distill.telemetry import Distribution, bucket
+from verl_opsd.errors import OpsdError
 from verl_opsd.privilege import ChatMarkers, Placement
 from verl_opsd.probe.states import Branch, BriefChoice, context_ids, own_passes, passes_of_view, view_of
 from verl_opsd.teachers.base import Pass
@@ -70,9 +71,20 @@ class Head:
         return cls(model, hidden)
 
     def logits(self, rows: slice) -> Tensor:
-        """[C, V] float32."""
+        """[C, V] float32.
+
+        Raises:
+            OpsdError: some are not finite: distributions leave such values out, and the others would pass every gate.
+        """
         weight = self._model.weight_VH
-        return torch.nn.functional.linear(self.hidden_NH[rows].to(weight.device), weight).float()
+        out_CV = torch.nn.functional.linear(self.hidden_NH[rows].to(weight.device), weight).float()
+        if bad := int((~out_CV.isfinite()).any(-1).sum()):
+            raise OpsdError(
+                f"model {self._model.name}: logits that are not finite at {bad} of {len(out_CV)} positions",
+                "every table and gate of a probe is over all loss positions",
+                "look at the model's weights; try --dtype float32",
+            )
+        return out_CV
 
 
 def divergence(student: Head, teacher: Head, temperature: float = 1.0) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

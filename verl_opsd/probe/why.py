@@ -36,9 +36,10 @@ def why(
         OpsdError: no such turn with loss.
     """
     here = [b for b in branches if (b.trajectory.episode_id, b.trajectory.agent_id) == (episode, agent)]
-    branch = next((b for b in here if (b.trajectory.turn_index == turn).any()), None)
+    turns = [set(b.trajectory.turn_index[b.trajectory.loss_mask == 1].tolist()) for b in here]
+    branch = next((b for b, own in zip(here, turns, strict=True) if turn in own), None)
     if branch is None:
-        known = sorted({int(t) for b in here for t in np.unique(b.trajectory.turn_index) if t >= 0})
+        known = sorted(set().union(*turns))
         episodes = sorted({b.trajectory.episode_id for b in branches})
         raise OpsdError(
             f"turn {turn} of {episode}/{agent}",

@@ -19,7 +19,7 @@ from verl_opsd.cooperbench.pair_briefs import briefs_of, pair_elsewhere
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import make_tiny
 from verl_opsd.privilege import ChatMarkers
-from verl_opsd.probe.measure import depth_bucket, groups, measure, spikes, summary
+from verl_opsd.probe.measure import Head, depth_bucket, divergence, groups, measure, nll, spikes, summary
 from verl_opsd.probe.recovery import prefixes, recover
 from verl_opsd.probe.states import ARMS, BriefChoice, context_ids, passes_of_view, read_branches, split_fitting, view_of
 from verl_opsd.rundir import RunDir
@@ -341,3 +341,38 @@ def test_why_shows_three_distributions_that_the_models_have(paths, tokenizer, br
     assert main(["why", str(paths[0]), "train-00001-00000-0", "1"]) == 0
     out = capsys.readouterr().out
     assert "'[b]'" in out and all(out.count(repr(text)) == 3 for text, _ in odd)
+
+
+def test_turns_without_loss_are_named_not_shown_as_an_empty_table(paths, tokenizer, branches, student, teacher):
+    from verl_opsd.probe.why import why
+
+    t = branches[0].trajectory
+    mask = np.where(t.turn_index == 0, 0, t.loss_mask).astype(np.int8)
+    silent = [dataclasses.replace(branches[0], trajectory=dataclasses.replace(t, loss_mask=mask))]
+    for some, turn, known in ((branches, -1, [0, 1]), (silent, 0, [1])):
+        with pytest.raises(OpsdError, match=re.escape(f"turns with loss there: {known}")):
+            why(some, t.episode_id, t.agent_id, turn, student, teacher, tokenizer, CHOICE, "system", 3)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_positions_without_a_finite_distribution_are_refused(student, odd):
+    """Of 4 positions one is none: the mean over the others would pass the identity gate."""
+    hidden = torch.ones(4, student.weight_VH.shape[1])
+    head, whole = Head(student, hidden.index_put((torch.tensor(2), torch.tensor(0)), torch.tensor(odd))), Head(student, hidden)
+    for look in (lambda: divergence(head, whole), lambda: divergence(whole, head), lambda: nll(head, np.zeros(4, np.int64))):
+        with pytest.raises(OpsdError, match="model student: logits that are not finite at 1 of 4 positions"):
+            look()
+
+
+def test_a_model_that_breaks_at_some_states_fails_the_command(paths, tmp_path, monkeypatch, capsys):
+    score = DeviceTeacher.score
+
+    def breaks(self, passes, forwards=None):
+        found = score(self, passes, forwards)
+        if self.name == "teacher":
+            found.hidden_NH[0] = torch.nan
+        return found
+
+    monkeypatch.setattr(DeviceTeacher, "score", breaks)
+    assert run(paths, tmp_path, "--episodes", "1", "--arms", "brief", "--placements", "system") == 2
+    assert "model teacher: logits that are not finite" in capsys.readouterr().err
