@@ -21,6 +21,7 @@ from verl_opsd.distill.signal import Signal
 from verl_opsd.errors import OpsdError
 from verl_opsd.tokens.rows import FLOAT_FIELDS, padding_fields
 from verl_opsd.verl_adapter.engine import OpsdEngine
+from verl_opsd.verl_adapter.engine_forwards import worst_of_ranks
 from verl_opsd.verl_adapter.loss import COPIES, OpsdLoss
 from verl_opsd.verl_adapter.passes import jagged
 
@@ -102,9 +103,7 @@ def _sequence_parallel_error(engine: OpsdEngine) -> float:
         shared = engine.run(engine.inputs([ids]))[0].float().log_softmax(-1)
         with engine.one_rank_a_sequence():
             whole = engine.run(engine.inputs([ids]))[0].float().log_softmax(-1)
-    worst = (shared - whole).abs().max()
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return float(worst)
+    return worst_of_ranks((shared - whole).abs().max())
 
 
 def _head_error(engine: OpsdEngine) -> float:
@@ -122,8 +121,7 @@ def _head_error(engine: OpsdEngine) -> float:
     theirs_N = logits_NV.log_softmax(-1).gather(-1, labels_N[:, None])[:, 0]
     worst = (task.result.student_logprob_N - theirs_N).abs().max()
     worst = torch.maximum(worst, (loss - task.result.divergence_N.sum()).abs() / 18)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return float(worst)
+    return worst_of_ranks(worst)
 
 
 def _forward_spread(engine: OpsdEngine, loss: OpsdLoss) -> int:

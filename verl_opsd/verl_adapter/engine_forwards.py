@@ -29,6 +29,13 @@ from verl_opsd.verl_adapter.passes import Pass, group_passes, jagged, layout_ind
 LAYOUT_THRESHOLD = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
 
 
+def worst_of_ranks(error: Tensor) -> float:
+    """The largest of all ranks' errors. A NaN counts as infinite: a maximum over ranks leaves it out or not, by their order."""
+    worst = torch.where(error.isnan(), torch.inf, error)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst)
+
+
 class ScoringEngine(WeightsEngine):
     """Methods are collective: every rank calls them in the same order."""
 
@@ -145,8 +152,7 @@ class ScoringEngine(WeightsEngine):
         worst = torch.stack(
             [((a - b).float().norm(dim=-1) / b.float().norm(dim=-1)).max() for a, b in zip(together, alone, strict=True)]
         ).max()
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        self.layout_error = float(worst)
+        self.layout_error = worst_of_ranks(worst)
         return self.layout_error
 
     @property
