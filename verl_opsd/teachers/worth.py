@@ -197,7 +197,7 @@ def parse(values: Mapping[str, Any]) -> Matrix:
             again), from which it is taken. All but cells may be left out.
 
     Raises:
-        OpsdError: an unknown key, a value out of range, or a cell twice.
+        OpsdError: an unknown key, a value out of range, a cell or a task twice, or a task of a context without a cell.
     """
     known = {"cells", "answer_free", "tasks", "noise", "reruns"}
     if not values.keys() <= known or "cells" not in values or {"noise", "reruns"} <= values.keys():
@@ -232,6 +232,15 @@ def parse(values: Mapping[str, Any]) -> Matrix:
     if not inside:
         raise OpsdError(
             "a task outside 0..2 features, or noise outside [0, 1)", "two features a pair; noise is a rate", "correct the file"
+        )
+    named = [(t.task, t.context) for t in tasks]
+    twice = sorted({n for n in named if named.count(n) > 1})
+    foreign = sorted({context for _, context in named} - {context for context, _ in cells})
+    if twice or foreign:
+        raise OpsdError(
+            f"tasks: {twice[:3]} more than once" if twice else f"tasks of contexts {foreign}, which no cell has",
+            "headroom counts each task once under a context that was measured",
+            "correct the file",
         )
     if not stated:
         raise OpsdError(f"answer_free {free}", "true or false for each context", "correct the file")

@@ -68,7 +68,7 @@ def test_teacher_matrix_and_its_gate(runs, tmp_path):
     cells += [{"context": "peer_spec", "model": "student", "pairs": [9, 10]}]
     table = tmp_path / "matrix.json"
     for name, good in (("0", False), ("1", True)):
-        run = shutil.copytree(runs / name, tmp_path / name)
+        run = shutil.copytree(runs / name, tmp_path / name, ignore=shutil.ignore_patterns("eval-00000-*"))
         meta = json.loads((run / "meta.json").read_text())
         meta["opsd"]["actor_brief"] |= {"name": "peer_spec", "where": "eval"}
         (run / "meta.json").write_text(json.dumps(meta))

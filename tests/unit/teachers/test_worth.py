@@ -119,6 +119,9 @@ def test_noise():
         {"noise": -0.1},
         {"tasks": [{"task": "t", "context": "c", "base": 3, "student": 0, "teacher": 0}]},
         {"tasks": [{"task": "t"}]},
+        {"tasks": [VALUES["tasks"][0]] * 2},
+        {"tasks": [VALUES["tasks"][0], VALUES["tasks"][0] | {"base": 0, "student": 2}]},
+        {"tasks": [VALUES["tasks"][0] | {"context": "gold-patch"}]},
         {"noises": 0.1},
     ],
 )
