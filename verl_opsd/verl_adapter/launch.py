@@ -234,7 +234,7 @@ def check_models(config: DictConfig, opsd: OpsdConfig) -> str:
     """
     model_path = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
     ensure_student(opsd, model_path)
-    check_adapter(config, model_path)
+    check_adapter(config.actor_rollout_ref.model, "actor_rollout_ref.model", model_path)
     check_support(opsd, model_path)
     check_heads(config, model_path)
     check_served(config.actor_rollout_ref.model, config.actor_rollout_ref.rollout)

@@ -29,6 +29,7 @@ from verl_opsd.verl_adapter.choices import check_choices, require_command
 from verl_opsd.verl_adapter.ignored import IGNORED_BY_WARM_START, check_ignored
 from verl_opsd.verl_adapter.keys import ATTENTIONS, check_keys, check_texts, warm_start_keys
 from verl_opsd.verl_adapter.place import Found, require_writable
+from verl_opsd.verl_adapter.targets import check_adapter
 
 #: Seconds that ranks wait for rank 0's files.
 WAIT_S = 300.0
@@ -36,16 +37,9 @@ WAIT_S = 300.0
 GATHER_S = 30.0
 #: Keys that may change when a run is continued: how often it saves and validates, and where its numbers go.
 MAY_CHANGE = (
-    "trainer.save_freq",
-    "trainer.test_freq",
-    "trainer.logger",
-    "trainer.project_name",
-    "trainer.experiment_name",
-    "trainer.max_ckpt_to_keep",
-    "trainer.profile_interval",
-    "global_profiler",
-    "profiler",
-)
+    "trainer.save_freq", "trainer.test_freq", "trainer.logger", "trainer.project_name", "trainer.experiment_name",
+    "trainer.max_ckpt_to_keep", "trainer.profile_interval", "global_profiler", "profiler",
+)  # fmt: skip
 DATASET = ("pkg://verl_opsd.verl_adapter.sft_data", "CorpusDataset")
 
 
@@ -127,7 +121,7 @@ def parse(config: DictConfig) -> WarmStartConfig:
         (
             config.engine.strategy != "fsdp2",
             f"engine.strategy={config.engine.strategy}",
-            "the engine runs under FSDP2 only",
+            "the engine runs under FSDP2",
             "leave it out",
         ),
         (
@@ -202,6 +196,7 @@ def prepare(config: DictConfig, run: RunDir, ranks: int) -> dict[str, Any]:
     opsd = parse(config)
     ensure_embedded(opsd.student)
     check_model_path(str(config.model.path), "model.path")
+    check_adapter(config.model, "model", str(config.model.path))
     folders = {name: Path(path).expanduser().resolve() for name, path in opsd.corpora.items()}
     manifests = {name: read_manifest(path) for name, path in folders.items()}
     tokenizer = _same_corpora(folders, manifests, str(config.model.path))
