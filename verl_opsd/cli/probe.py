@@ -106,8 +106,10 @@ def _meta(run: RunDir) -> dict[str, Any]:
     raise OpsdError(f"{file}: {what}", "a probe reads the directory of a `+recipe=opd` run", "name one")
 
 
-def _check_models(recorded: str, student: str | None, teacher: str | None, adapter: str | None) -> None:
-    """Every model reads the recorded ids as the model that wrote them did.
+def _check_models(
+    recorded: str, student: str | None, teacher: str | None, adapter: str | None, name: str = "--teacher"
+) -> None:
+    """Every model reads the recorded ids as the model that wrote them did. ``name``: of the teacher in what is refused.
 
     Raises:
         OpsdError: a folder that is no model or adapter, another tokenizer, end of a turn or generation prefix, or another vocabulary.
@@ -115,14 +117,14 @@ def _check_models(recorded: str, student: str | None, teacher: str | None, adapt
     from verl_opsd.verl_adapter.requirements import check_model_path, vocabulary_rows
     from verl_opsd.verl_adapter.teacher_checks import check_tokens
 
-    for where, path in (("the run's student", recorded), ("--student", student), ("--teacher", teacher)):
+    for where, path in (("the run's student", recorded), ("--student", student), (name, teacher)):
         if path is not None:
             check_model_path(path, where)
     if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
         raise OpsdError(
             f"--adapter {adapter} holds no adapter_config.json", "an adapter is a folder in PEFT's layout", "name one"
         )
-    for where, path in (("--student", student), ("--teacher", teacher)):
+    for where, path in (("--student", student), (name, teacher)):
         if path is not None:
             check_tokens(recorded, path, where)
             rows = [vocabulary_rows(p) for p in (student or recorded, path)]
@@ -180,6 +182,8 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
     run = RunDir(args.run)
     meta = _meta(run)
     limits = thresholds(args.gates, meta)  # what can be refused is refused before models are loaded
+    if args.teacher_run is not None:
+        _check_models(meta["student"], None, _meta(RunDir(args.teacher_run))["student"], None, "--teacher-run's student")
     arms = args.arms or list(ARMS)
     if "brief" not in arms:
         raise OpsdError(f"arms {arms}", "the brief itself is always an arm", "add brief")
@@ -209,7 +213,7 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
         result["recovery"] = recover(branches, student, teacher, tokenizer, choice, args.placements[0])
     if args.teacher_run is not None:
         teachers = RunDir(args.teacher_run)
-        theirs = read_branches(teachers, dataset, tokenizer, args.episodes, _hints(teachers))
+        theirs = read_branches(teachers, _meta(teachers)["opsd"]["tasks"]["dataset"], tokenizer, args.episodes, _hints(teachers))
         result["teachability"]["teacher's trajectories"] = teachability(theirs, student)
     result |= {"brief": choice.name, "student": args.student or meta["student"], "teacher": args.teacher or "student's base"}
     verdicts = _verdicts(run, result, limits, args.placements[0], choice.name)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_opsd.errors import OpsdError
 from verl_opsd.teachers.base import Pass, slots_of
 
 #: Version of the file's layout, part of every key.
@@ -125,7 +126,17 @@ class SignalCache:
         return found
 
     def put(self, passes: Sequence[Pass], hidden_NH: Tensor) -> None:
-        """Writes one row's hidden states; whoever writes the same entry at the same time writes the same bytes."""
+        """Writes one row's hidden states; whoever writes the same entry at the same time writes the same bytes.
+
+        Raises:
+            OpsdError: some are NaN: every later run would read them.
+        """
+        if bad := int(hidden_NH.isnan().any(-1).sum()):
+            raise OpsdError(
+                f"teacher {self.key.teacher} gives NaN at {bad} of {len(hidden_NH)} loss positions",
+                "a signal is kept for other epochs and runs, so it is whole",
+                "look at the teacher's weights, dtype and device",
+            )
         path = self.entry(passes)
         data = _encode(path.name, hidden_NH)
         path.parent.mkdir(exist_ok=True)

@@ -280,6 +280,24 @@ def test_other_models_and_what_is_none_are_refused(paths, tmp_path, capsys):
         assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+def test_a_teachers_run_of_another_tokenizer_is_refused(paths, tmp_path, capsys):
+    """Its ids would be other words to the student, and their likelihood no teachability."""
+    theirs = tmp_path / "theirs"
+    shutil.copytree(paths[0], theirs)
+    other = tmp_path / "other"
+    shutil.copytree(paths[2], other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    a, b = sorted(k for k in tokenizer["model"]["vocab"] if k.isalpha() and k.isascii())[:2]
+    vocab = tokenizer["model"]["vocab"]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    meta = json.loads((theirs / "meta.json").read_text())
+    for student, said in ((str(other), "has another tokenizer than the student (2 entries"), (None, "meta.json")):
+        (theirs / "meta.json").write_text(json.dumps(meta | {"student": student}))
+        assert run(paths, tmp_path / "out", "--teacher-run", str(theirs)) == 2
+        assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_branches_that_can_not_be_probed_are_left_out_and_counted(paths, tmp_path, branches, student, tokenizer):
     edited = [dataclasses.replace(b, patch="--- a/x.py\n+++ b/x.py\n@@ -1 +1,2 @@\n a\n+b = 1\n") for b in branches[:1]]
     hindsight = BriefChoice("hindsight_gold", allow_answer=True)

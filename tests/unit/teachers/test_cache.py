@@ -17,6 +17,7 @@ import torch
 from chat_tokenizer import chat_tokenizer
 
 from verl_opsd.models.tiny import make_tiny
+from verl_opsd.errors import OpsdError
 from verl_opsd.privilege import ChatMarkers, make_brief, teacher_view
 from verl_opsd.teachers import cache as module
 from verl_opsd.teachers.base import Pass
@@ -42,7 +43,7 @@ def test_what_was_put_comes_back_bit_by_bit(tmp_path, dtype):
     one = SignalCache(tmp_path, KEY)
     assert one.get(row(1)) is None
     hidden = states(row(1), dtype)
-    hidden[0, 0], hidden[0, 1] = float("nan"), -0.0
+    hidden[0, 0], hidden[0, 1] = float("-inf"), -0.0  # an unused slot of a support signal
     one.put(row(1), hidden)
     other = SignalCache(tmp_path, KEY)
     back = other.get(row(1))
@@ -50,6 +51,16 @@ def test_what_was_put_comes_back_bit_by_bit(tmp_path, dtype):
     assert back.view(torch.uint8).tolist() == hidden.view(torch.uint8).tolist()
     assert (one.hits, one.misses, other.hits, other.misses) == (0, 1, 1, 0)
     assert other.size() == one.written == sum(p.stat().st_size for p in tmp_path.glob("*/*"))
+
+
+def test_a_signal_that_holds_nan_is_not_kept(tmp_path):
+    """Every later run over the same views would read it, with a teacher that is well again."""
+    hidden = states(row(1))
+    hidden[1:, 3] = float("nan")
+    store = SignalCache(tmp_path, KEY)
+    with pytest.raises(OpsdError, match="teacher m gives NaN at 2 of 3 loss positions"):
+        store.put(row(1), hidden)
+    assert store.get(row(1)) is None and store.size() == 0
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(TeacherKey)])
