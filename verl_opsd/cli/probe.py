@@ -213,7 +213,9 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
         result["recovery"] = recover(branches, student, teacher, tokenizer, choice, args.placements[0])
     if args.teacher_run is not None:
         teachers = RunDir(args.teacher_run)
-        theirs = read_branches(teachers, _meta(teachers)["opsd"]["tasks"]["dataset"], tokenizer, args.episodes, _hints(teachers))
+        theirs = read_branches(
+            teachers, _meta(teachers)["opsd"]["tasks"]["dataset"], tokenizer, args.episodes, _hints(teachers)
+        )
         result["teachability"]["teacher's trajectories"] = teachability(theirs, student)
     result |= {"brief": choice.name, "student": args.student or meta["student"], "teacher": args.teacher or "student's base"}
     verdicts = _verdicts(run, result, limits, args.placements[0], choice.name)

@@ -7,6 +7,7 @@ down before the run. A policy that stops writing or testing ends the run before 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +52,8 @@ def read_limits(path: Path) -> dict[str, Limit]:
         limits = {str(k): Limit(**v) for k, v in values.items()}
         bounds = [b for x in limits.values() for b in (x.least, x.most) if b is not None]
         empty = not limits or any(x.least is None and x.most is None for x in limits.values())
-        if empty or not all(isinstance(b, (int, float)) and not isinstance(b, bool) for b in bounds):
-            raise ValueError("a metric has least, most or both, as numbers")
+        if empty or not all(type(b) in (int, float) and math.isfinite(b) for b in bounds):
+            raise ValueError("a metric has least, most or both, as finite numbers")
     except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError) as e:
         raise OpsdError(f"{path}: {e}", "limits are METRIC: {least: NUMBER, most: NUMBER}", "correct the file") from e
     unknown = sorted(set(limits) - set(DEFINITIONS))

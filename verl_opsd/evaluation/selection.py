@@ -7,6 +7,7 @@ decides nothing, because the checkpoint with the lowest loss may be the one that
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ def read_gates(path: Path) -> tuple[QualificationGate, ...]:
     """Gates of a JSON file, a list of objects with the fields of :class:`QualificationGate`.
 
     Raises:
-        OpsdError: another form, an unknown metric, a gate without a bound, or two of one name.
+        OpsdError: another form, an unknown metric, a gate without a bound or with one that is no finite number, or two of one name.
     """
     form = 'a list of {"name": ..., "metric": ..., "least" | "most" | "over_base": number}'
     try:
@@ -49,7 +50,10 @@ def read_gates(path: Path) -> tuple[QualificationGate, ...]:
     for gate in gates:
         if gate.metric not in known:
             raise OpsdError(f"{path}: metric {gate.metric!r}", f"metrics are {', '.join(sorted(known))}", "choose one of them")
-        if gate.least is gate.most is gate.over_base is None:
+        bounds = [b for b in (gate.least, gate.most, gate.over_base) if b is not None]
+        if not all(type(b) in (int, float) and math.isfinite(b) for b in bounds):
+            raise OpsdError(f"{path}: gate {gate.name} with bounds {bounds}", f"gates are {form}, finite", "correct the file")
+        if not bounds:
             raise OpsdError(f"{path}: gate {gate.name} without a bound", f"gates are {form}", "give it one")
     if not gates or len({g.name for g in gates}) != len(gates):
         raise OpsdError(f"{path}: gates {[g.name for g in gates]}", "gates have names of their own", "rename one")

@@ -9,6 +9,7 @@ Suffixes: M tokens, I in features, O out features, N positions, H hidden size, V
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -242,8 +243,8 @@ def read(path: Path) -> Measurement:
     try:
         found = Measurement(**json.loads(path.read_text()))
         numbers = [*(found.error[k] for k in STATISTICS), *(found.signal[k] for k in STATISTICS), found.positions]
-        if not all(isinstance(v, (int, float)) and v >= 0 for v in numbers):
-            raise ValueError("a number below 0, or none")
+        if not all(isinstance(v, (int, float)) and 0 <= v < math.inf for v in numbers):
+            raise ValueError("a number below 0 or infinite, or none")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise OpsdError(
             f"opsd.teacher.fp8={path}: {error}",

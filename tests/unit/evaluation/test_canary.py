@@ -78,7 +78,9 @@ def test_limits_are_on_record_before(run):
 
 
 @pytest.mark.parametrize(
-    "text", ["action_write: {}", "vibes: {least: 1}", "action_write: {least: lots}", "[]", "action_write: {atmost: 1}", ""]
+    "text",
+    ["action_write: {}", "vibes: {least: 1}", "action_write: {least: lots}", "[]", "action_write: {atmost: 1}", ""]
+    + [f"action_write: {{{bound}}}" for bound in ("most: .inf", "least: -.inf", "least: .nan", "least: true")],
 )
 def test_bad_limits_are_refused(tmp_path, text):
     (tmp_path / "l.yaml").write_text(text)

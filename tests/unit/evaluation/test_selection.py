@@ -79,6 +79,16 @@ def test_gates_of_a_file_and_over_the_base(tmp_path: Path):
             "names of their own",
         ),
         ("[]", "names of their own"),
+        *(
+            (f'[{{"name": "A", "metric": "submitted", "{side}": {bound}}}]', "finite")
+            for side, bound in (
+                ("least", '"0.5"'),
+                ("most", "Infinity"),
+                ("least", "-Infinity"),
+                ("most", "NaN"),
+                ("over_base", "true"),
+            )
+        ),
     ],
 )
 def test_gates_that_are_refused(text, what, tmp_path: Path):

@@ -135,7 +135,8 @@ def test_a_measurement_survives_its_file_and_is_held_against_the_run(tmp_path: P
 
 @pytest.mark.parametrize(
     "text",
-    [None, "", "[]", "{}", json.dumps(dataclasses.asdict(FOUND) | {"error": {"mean": 1.0}}), json.dumps({"teacher": "x"})],
+    [None, "", "[]", "{}", json.dumps(dataclasses.asdict(FOUND) | {"error": {"mean": 1.0}}), json.dumps({"teacher": "x"})]
+    + [json.dumps(dataclasses.asdict(FOUND) | {"signal": dict.fromkeys(ERROR, odd)}) for odd in (math.inf, math.nan, -1.0)],
 )
 def test_a_file_that_is_no_measurement_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is not None:
