@@ -118,14 +118,19 @@ def divergences(trainer: Any, batch: KVBatchMeta, teacher: str, shift: int, adap
 
 
 def _sample(trainer: Any, batch: KVBatchMeta) -> KVBatchMeta:
-    """The shortest real rows, of ``CONTROL_TOKENS`` and ``CONTROL_ROWS`` a rank at most: a control costs two forwards a row."""
+    """The shortest rows with loss positions, of ``CONTROL_TOKENS`` and ``CONTROL_ROWS`` a rank at most: a control costs two forwards a row.
+    Rows without any, of pairs that never replied and of padding, only fill up the ranks."""
     ranks = max(trainer.actor_rollout_wg._query_dispatch_info("actor")) + 1
-    real = sorted((t["seq_len"], k) for t, k in zip(batch.tags, batch.keys, strict=True) if not t.get("is_padding", False))
-    padding = [k for t, k in zip(batch.tags, batch.keys, strict=True) if t.get("is_padding", False)]
-    tokens = np.cumsum([n for n, _ in real])
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["opsd_position"])
+    held = [
+        len(p) > 0 and not t.get("is_padding", False) for p, t in zip(data["opsd_position"].unbind(), batch.tags, strict=True)
+    ]
+    carrying = sorted((t["seq_len"], k) for t, k, h in zip(batch.tags, batch.keys, held, strict=True) if h)
+    others = [k for k, h in zip(batch.keys, held, strict=True) if not h]
+    tokens = np.cumsum([n for n, _ in carrying])
     rows = max(1, int((tokens <= CONTROL_TOKENS * ranks).sum()) // ranks)
     count = min(rows, CONTROL_ROWS, len(batch) // ranks) * ranks
-    return batch.select_keys(([k for _, k in real] + padding)[:count])
+    return batch.select_keys(([k for _, k in carrying] + others)[:count])
 
 
 def identity_control(trainer: Any, batch: KVBatchMeta) -> None:

@@ -16,8 +16,8 @@ import pytest
 import torch
 from chat_tokenizer import chat_tokenizer
 
-from verl_opsd.models.tiny import make_tiny
 from verl_opsd.errors import OpsdError
+from verl_opsd.models.tiny import make_tiny
 from verl_opsd.privilege import ChatMarkers, make_brief, teacher_view
 from verl_opsd.teachers import cache as module
 from verl_opsd.teachers.base import Pass

@@ -8,11 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
 
 from verl_opsd.config import BriefConfig, GatesConfig
 from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir
 from verl_opsd.verl_adapter import guards
+from verl_opsd.verl_adapter.passes import jagged
 
 GATES = GatesConfig(identity_max=1e-6, shifted_min=1e-3, brief_effect_min=1e-5)
 
@@ -59,6 +62,26 @@ def test_estimates_of_either_sign_are_judged_by_their_size(own, failing, tmp_pat
     else:
         with pytest.raises(OpsdError, match=f"gate {failing}:"):
             guards.identity_control(trainer, None)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_controls_look_at_rows_that_have_loss_positions(ranks, monkeypatch):
+    """The shortest rows of a round may be those of pairs that never replied: a control of these looks at nothing."""
+    empty = {f"e{i}": (2, 0, False) for i in range(6)} | {"p": (2, 0, True), "q": (30, 5, True)}
+    rows = empty | {"c": (60, 4, False), "a": (40, 3, False), "b": (50, 1, False)} | {"last": (5000, 7, False)}
+
+    def get(keys, partition_id, select_fields):
+        position = jagged([torch.arange(rows[k][1]) for k in keys])
+        return TensorDict({"opsd_position": position}, batch_size=len(keys))
+
+    monkeypatch.setattr(guards.tq, "kv_batch_get", get)
+    group = SimpleNamespace(_query_dispatch_info=lambda name: list(range(ranks)))
+    tags = [{"seq_len": n, "is_padding": padding} for n, _, padding in rows.values()]
+    chosen = guards._sample(
+        SimpleNamespace(actor_rollout_wg=group), KVBatchMeta(keys=list(rows), tags=tags, partition_id="train")
+    )
+    assert chosen.keys[:3] == ["a", "b", "c"][: len(chosen.keys)]
+    assert len(chosen.keys) == {1: 3, 2: 4}[ranks] and chosen.keys[3:] == ["last"][: ranks - 1]
 
 
 @pytest.mark.parametrize(
