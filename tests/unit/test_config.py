@@ -143,6 +143,7 @@ def test_wrong_type_or_choice_is_named(path, value):
         {"tasks.max_eval": -1},
         {"brief.max_view_tokens": 0},
         {"gates.identity_max": -1e-9},
+        {"gates.publish_late_tokens": 127},
         {"contract.grader": "other"},
         {"contract.schema": 7},
         *({f"contract.{name}": "other"} for name in FOUND),

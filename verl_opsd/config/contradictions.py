@@ -169,6 +169,12 @@ def _check_numbers(c: OpsdConfig) -> None:
             refuse(f"opsd.{name}={value}", f"{name} is at least {least}, or null", "correct the value")
     if min(dataclasses.astuple(c.gates)) < 0:
         refuse(f"opsd.gates {c.gates}", "thresholds are not negative", "correct the value")
+    if c.gates.publish_late_tokens < 128:
+        refuse(
+            f"opsd.gates.publish_late_tokens={c.gates.publish_late_tokens}",
+            "the last 64 positions of a sequence are compared, which are late in none of fewer than 128 tokens",
+            "raise it, or leave it out",
+        )
     for key in dataclasses.fields(c.budget):
         value = getattr(c.budget, key.name)
         if value is not None and (value < 0 or (value == 0 and key.name == "minutes_per_pair")):

@@ -92,7 +92,8 @@ class ActivationsConfig:
 @dataclass(frozen=True)
 class GatesConfig:
     """Thresholds written down before the run; all fail closed. Divergences in nats a token, means over loss positions;
-    ``publish_follow_min`` is a share of 1, for rollout servers of verl's; ``identity_end_max`` is of runs whose teacher is the student's own
+    ``publish_follow_min`` and ``publish_rehearsal_max`` are shares of 1, for rollout servers of verl's; ``publish_late_tokens`` is the length of a
+    sequence, of the whole context where that is shorter; ``identity_end_max`` is of runs whose teacher is the student's own
     base without a brief; ``device_identity_max`` is of a device teacher that is the student's own model."""
 
     identity_max: float = 1e-6
@@ -102,6 +103,8 @@ class GatesConfig:
     publish_kl_max: float = 1e-6
     identity_end_max: float = 1e-6
     publish_follow_min: float = 0.5
+    publish_rehearsal_max: float = 0.05
+    publish_late_tokens: int = 2048
 
 
 @dataclass(frozen=True)

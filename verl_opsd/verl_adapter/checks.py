@@ -27,6 +27,8 @@ from verl_opsd.verl_adapter.passes import jagged
 
 #: Largest difference in nats between log-probabilities through the head and through the model's own logits.
 HEAD_THRESHOLD = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+#: Positions that are put through the vocabulary head at once.
+HEAD_POSITIONS = 256
 
 
 class Check(TypedDict):
@@ -196,6 +198,29 @@ def logprobs(engine: OpsdEngine, sequences: Sequence[Sequence[int]], positions: 
             (hidden_PH,) = engine.hidden([torch.tensor(ids)], [torch.tensor(places, dtype=torch.int64)])
             logits_PV = logits(hidden_PH, weight_VH.to(hidden_PH.dtype), torch.float32)
             out.append(logits_PV.log_softmax(-1).cpu().numpy())
+    return out
+
+
+def token_logprobs(
+    engine: OpsdEngine, sequences: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
+) -> list[np.ndarray]:
+    """:func:`logprobs` of each position's next token in the sequence alone.
+
+    Returns:
+        float64[P] each, in nats.
+    """
+    out = []
+    with engine.frozen():
+        weight_VH = engine.head_weight()
+        for ids, places in zip(sequences, positions, strict=True):
+            ids_T, places_P = torch.tensor(ids), torch.tensor(places, dtype=torch.int64)
+            (hidden_PH,) = engine.hidden([ids_T], [places_P])
+            next_P = ids_T[places_P + 1].to(hidden_PH.device)
+            found = [
+                logits(h, weight_VH.to(h.dtype), torch.float32).log_softmax(-1).gather(-1, n[:, None])[:, 0]
+                for h, n in zip(hidden_PH.split(HEAD_POSITIONS), next_P.split(HEAD_POSITIONS), strict=True)
+            ]
+            out.append(torch.cat(found).double().cpu().numpy())
     return out
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from verl.utils import model as verl_model
 from verl.utils.device import get_device_id
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -62,6 +62,7 @@ class WeightsEngine(FSDPEngineWithLMHead):
         self._moved = False  # whether the weights are no longer those that were loaded
         self._initial: list[Tensor] | None = None
         self._initial_head_VH: Tensor | None = None
+        self._trained_B: list[Tensor] | None = None  # lora_B while random values are in its place
         self._copy: WeightCopy | None = None  # a teacher made of the student's earlier weights
         self._copy_head_VH: Tensor | None = None  # its vocabulary weight when it last scored, in full-parameter training
         self._outside: list[OutsideTeacher] = []  # teachers that score elsewhere, in the order of their numbers in rows
@@ -256,6 +257,26 @@ class WeightsEngine(FSDPEngineWithLMHead):
             self._reshard()
             for shard, saved in zip(shards, current, strict=True):
                 shard.copy_(saved)
+
+    def rehearse(self, scale: float | None) -> None:
+        """Puts random normal values of this scale in place of every lora_B, the same however the weights are sharded; the optimizer and
+        everything else stays. None puts the trained values back, bit for bit; without replaced ones it does nothing."""
+        self._reshard()
+        params = [p.detach() for k, p in self.module.named_parameters() if "lora_B" in k]
+        shards = [p.to_local() if isinstance(p, DTensor) else p for p in params]
+        if scale is None:
+            for shard, saved in zip(shards, self._trained_B or shards, strict=True):
+                shard.copy_(saved)
+            self._trained_B = None
+            return
+        if self._trained_B is None:
+            self._trained_B = [s.to("cpu", copy=True) for s in shards]
+        generator = torch.Generator().manual_seed(0)
+        for p, shard in zip(params, shards, strict=True):
+            whole = torch.randn(p.shape, generator=generator) * scale
+            if isinstance(p, DTensor):  # every rank has drawn the whole, and takes its part
+                whole = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to_local()
+            shard.copy_(whole)
 
     def _weights_of(self, loss: OpsdLoss) -> AbstractContextManager[None]:
         """The weights of the loss's teacher; of its reference where the teacher is another model."""

@@ -23,8 +23,11 @@ from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
 
 #: Rows and tokens a rank that the identity control looks at; one row at least.
 CONTROL_ROWS, CONTROL_TOKENS = 4, 4096
-#: Of the publish guard: rows, tokens of a row's prefix, and positions of a row that are compared.
+#: Of the publish guard: rows, tokens of a row's prefix, and positions of a row at which whole distributions of our own servers are compared;
+#: other servers give the log-probability of every token of the prefix.
 PROBE_ROWS, PROBE_TOKENS, PROBE_POSITIONS = 2, 2048, 16
+#: Positions at the end of a long sequence that trainer and server are compared at.
+LATE_POSITIONS = 64
 #: Tokens of the fixed probe on which another server is followed from version to version, and the standard error of its share
 #: of a move up to which the share counts as measured: a share of 0 and one of 1 are then 8 standard errors apart.
 FOLLOW_TOKENS, FOLLOW_ERROR = 257, 0.125
@@ -223,31 +226,77 @@ def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:
             "the update left the adapter at zero: learning rate, coefficients or gradient flow",
             f"{stats['tensors']} tensors of {stats['dtypes']}, loss {trainer.last_loss:.2e}",
         )
-    sequences, positions = _probes(trainer, batch)
-    ours = trainer.actor_rollout_wg.opsd_logprobs(sequences, positions)[0]
-    servers = [r._server_handle for r in trainer.llm_server_manager.get_replicas()]
     own = trainer.config.actor_rollout_ref.rollout.name in OWN_BACKENDS
+    sequences, positions = _probes(trainer, batch, PROBE_POSITIONS if own else PROBE_TOKENS)
+    group = trainer.actor_rollout_wg
+    ours = (group.opsd_logprobs if own else group.opsd_token_logprobs)(sequences, positions)[0]
+    servers = servers_of(trainer)
     worst = 0.0
     for n, server in enumerate(servers):
         if own:
             report = ray.get(server.adapter_report.remote(), timeout=120)
             _require_bound(run, report, stats, n, trained)
-            theirs = ray.get(server.score_logprobs.remote(sequences, positions), timeout=600)
-            kl = float(np.mean(np.concatenate([kl_rows(a, b) for a, b in zip(ours, theirs, strict=True)])))
+            kl = _whole_gap(server, sequences, positions, ours)
         else:
-            kl = _sampled_gap(server, sequences, positions, ours)
-        run.require(
-            "publish_kl",
-            kl,
-            gates.publish_kl_max,
-            kl <= gates.publish_kl_max,
-            "the rollout server does not serve the weights that were trained",
-            f"server {n}, version {trainer.global_steps}, {sum(map(len, positions))} positions",
-        )
+            theirs = [_given_logprobs(server, ids)[places] for ids, places in zip(sequences, positions, strict=True)]
+            kl = sampled_gap(np.concatenate(ours), np.concatenate(theirs))
+        require_served(trainer, kl, n, f"{sum(map(len, positions))} positions")
         worst = max(worst, kl)
     if not own:
         _require_followed(trainer, servers, trainer_rounds=stats["compute"] != "float32")
     return worst
+
+
+def late_positions(trainer: Any) -> None:
+    """Compares trainer and server 0, an implementation of its own, at the end of a sequence of ``gates.publish_late_tokens``, at most of the
+    whole context: what differs by an amount that grows with the distance between tokens (rotary frequencies) is nothing at early positions.
+
+    Our own servers are compared as after a publish, on fixed tokens; another server continues them, since it would hold the
+    distributions of a whole prompt in its device's memory if it was asked for the given tokens.
+    """
+    length = min(trainer.opsd.gates.publish_late_tokens, trainer.opsd.contract.context_length)
+    server, positions = servers_of(trainer)[0], list(range(length - LATE_POSITIONS - 1, length - 1))
+    ids = _repeated(trainer.tokenizer, length)
+    if trainer.config.actor_rollout_ref.rollout.name in OWN_BACKENDS:
+        kl = _whole_gap(server, [ids], [positions], trainer.actor_rollout_wg.opsd_logprobs([ids], [positions])[0])
+    else:
+        prompt = ids[:-LATE_POSITIONS]
+        reply, theirs = _continued(server, prompt)
+        kl = sampled_gap(trainer.actor_rollout_wg.opsd_token_logprobs([prompt + reply], [positions])[0][0], theirs)
+    limit = trainer.opsd.gates.publish_kl_max
+    trainer.run_dir.require(
+        "publish_late",
+        kl,
+        limit,
+        kl <= limit,
+        "trainer and rollout server agree on early positions alone: rotary frequencies, their scaling or dtype, position ids",
+        f"server 0, version {trainer.global_steps}, the last {LATE_POSITIONS} positions of {length}",
+    )
+
+
+def _repeated(tokenizer: Any, length: int) -> list[int]:
+    """Random tokens of text, the second half those of the first: what a model says in the second depends on the first, half the length away."""
+    text = sorted(set(range(len(tokenizer))) - set(tokenizer.added_tokens_decoder))
+    half = np.random.default_rng(0).choice(text, -(-length // 2)).tolist()
+    return (half + half)[:length]
+
+
+def servers_of(trainer: Any) -> list[Any]:
+    """Handles of the rollout servers."""
+    return [r._server_handle for r in trainer.llm_server_manager.get_replicas()]
+
+
+def require_served(trainer: Any, kl: float, n: int, detail: str) -> None:
+    """The gate on the divergence between the trained weights and server ``n``."""
+    limit = trainer.opsd.gates.publish_kl_max
+    trainer.run_dir.require(
+        "publish_kl",
+        kl,
+        limit,
+        kl <= limit,
+        "the rollout server does not serve the weights that were trained",
+        f"server {n}, version {trainer.global_steps}, {detail}",
+    )
 
 
 def _require_bound(run: RunDir, report: dict[str, Any], stats: dict[str, Any], n: int, trained: bool) -> None:
@@ -296,13 +345,29 @@ def _given_logprobs(server: Any, ids: list[int]) -> np.ndarray:
     return np.asarray([row[0] for row in fields["prompt_logprobs"][:-1]], np.float64)
 
 
-def _sampled_gap(server: Any, sequences: list[list[int]], positions: list[list[int]], ours: list[np.ndarray]) -> float:
+def _continued(server: Any, ids: list[int]) -> tuple[list[int], np.ndarray]:
+    """``LATE_POSITIONS`` tokens that a server of verl's draws after ``ids``, and their log-probabilities."""
+    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": LATE_POSITIONS, "logprobs": True, "ignore_eos": True}
+    call = server.generate.remote(prompt_ids=ids, sampling_params=params, request_id=f"guard-{uuid.uuid4().hex}")
+    out = ray.get(call, timeout=600)
+    if not len(out.token_ids) == len(out.log_probs or ()) == LATE_POSITIONS:
+        raise OpsdError(
+            f"the rollout server drew {len(out.token_ids)} tokens with {len(out.log_probs or ())} log-probabilities after {len(ids)}",
+            f"it was asked for {LATE_POSITIONS} whatever they are (ignore_eos), within rollout.max_model_len",
+            "use a server that supports ignore_eos, or look at its log for why it ended the request",
+        )
+    return list(out.token_ids), np.asarray(out.log_probs, np.float64)
+
+
+def _whole_gap(server: Any, sequences: list[list[int]], positions: list[list[int]], ours: list[np.ndarray]) -> float:
+    """Mean KL in nats between whole distributions, of a server of our own."""
+    theirs = ray.get(server.score_logprobs.remote(sequences, positions), timeout=600)
+    return float(np.mean(np.concatenate([kl_rows(a, b) for a, b in zip(ours, theirs, strict=True)])))
+
+
+def sampled_gap(ours: np.ndarray, theirs: np.ndarray) -> float:
     """Mean squared difference over 2 of the tokens' log-probabilities: KL to second order, for servers that give no more."""
-    gaps: list[float] = []
-    for ids, places, mine in zip(sequences, positions, ours, strict=True):
-        theirs = _given_logprobs(server, ids)
-        gaps.extend(float(mine[k, ids[p + 1]] - theirs[p]) for k, p in enumerate(places))
-    return float(np.mean(np.square(gaps)) / 2)
+    return float(np.mean(np.square(ours - theirs)) / 2)
 
 
 def share_of_move(ours: np.ndarray, theirs: np.ndarray, rounding: float = 0.0) -> tuple[float, float]:
@@ -327,6 +392,14 @@ def share_of_move(ours: np.ndarray, theirs: np.ndarray, rounding: float = 0.0) -
     return slope * square / signal, error * square / signal
 
 
+def fixed_probe(trainer: Any, servers: list[Any]) -> Followed:
+    """Log-probabilities of ``FOLLOW_TOKENS`` fixed tokens now."""
+    size = len(trainer.tokenizer)
+    ids = [(7919 * i + 13) % size for i in range(FOLLOW_TOKENS)]
+    (ours,) = trainer.actor_rollout_wg.opsd_token_logprobs([ids], [list(range(FOLLOW_TOKENS - 1))])[0]
+    return Followed(ours, [_given_logprobs(s, ids) for s in servers])
+
+
 def _require_followed(trainer: Any, servers: list[Any], trainer_rounds: bool) -> None:
     """A bound on the gap can't see a stale adapter where rounding (bf16) is as large as what one update moves, so the *move* of a
     fixed probe is compared. While it is too small to tell, the earlier version stays the reference and moves add up.
@@ -335,10 +408,7 @@ def _require_followed(trainer: Any, servers: list[Any], trainer_rounds: bool) ->
         trainer_rounds: the trainer computes in less than float32. Its rounding is then as large as the server's, so half of the
             squared gap between the two at one version, and a move holds that of two versions.
     """
-    size = len(trainer.tokenizer)
-    ids = [(7919 * i + 13) % size for i in range(FOLLOW_TOKENS)]
-    mine = trainer.actor_rollout_wg.opsd_logprobs([ids], [list(range(FOLLOW_TOKENS - 1))])[0][0]
-    now = Followed(mine[np.arange(FOLLOW_TOKENS - 1), ids[1:]].astype(np.float64), [_given_logprobs(s, ids) for s in servers])
+    now = fixed_probe(trainer, servers)
     before: Followed | None = trainer.followed
     told = True
     if before is not None:
@@ -363,18 +433,18 @@ def _require_followed(trainer: Any, servers: list[Any], trainer_rounds: bool) ->
         trainer.followed = now
 
 
-def _probes(trainer: Any, batch: KVBatchMeta | None) -> tuple[list[list[int]], list[list[int]]]:
-    """Token sequences and predicting positions: of this round's rows, or a fixed pseudo-random one at start-up."""
+def _probes(trainer: Any, batch: KVBatchMeta | None, most: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Token sequences and predicting positions: of this round's rows, at most ``most`` a row, or a fixed pseudo-random one at start-up."""
     if batch is None:
         size = len(trainer.tokenizer)
         ids = [(7919 * i + 13) % size for i in range(64)]
-        return [ids], [list(range(0, 63, 4))]
+        return [ids], [list(range(63))]
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids", "opsd_position"])
     sequences: list[list[int]] = []
     positions: list[list[int]] = []
     for ids, position in zip(data["input_ids"].unbind(), data["opsd_position"].unbind(), strict=True):
-        usable = position[position < PROBE_TOKENS - 1][:PROBE_POSITIONS].tolist()
+        usable = position[position < PROBE_TOKENS - 1][:most].tolist()
         if usable and len(sequences) < PROBE_ROWS:
             sequences.append(ids[: usable[-1] + 2].tolist())
             positions.append(usable)
-    return (sequences, positions) if sequences else _probes(trainer, None)
+    return (sequences, positions) if sequences else _probes(trainer, None, most)

@@ -42,7 +42,7 @@ from verl_opsd.teachers.base import common
 from verl_opsd.teachers.cache import tokenizer_hash
 from verl_opsd.tokens.rows import FIELDS, padding_fields
 from verl_opsd.tokens.store import EpisodeStore
-from verl_opsd.verl_adapter import corpus, full_eval, guards, round_telemetry
+from verl_opsd.verl_adapter import corpus, full_eval, guards, rehearsal, round_telemetry
 from verl_opsd.verl_adapter.found import check_tasks_unchanged
 from verl_opsd.verl_adapter.launch import canary_limits
 from verl_opsd.verl_adapter.loss import ON_STUDENT, OpsdLoss
@@ -163,6 +163,8 @@ class OpsdTrainer(PPOTrainerSync):
         guards.startup_checks(self)
         super().on_init_end()
         guards.after_publish(self, batch=None)
+        rehearsal.rehearse(self)
+        guards.late_positions(self)
         self._samples()  # from here on every device is sampled
 
     def _set_activations(self) -> None:

@@ -162,6 +162,16 @@ class OpsdTrainingWorker(TrainingWorker):
         with self.engine.eval_mode():
             return checks.logprobs(self._opsd_engine(), sequences, positions)
 
+    def token_logprobs(self, sequences: list[list[int]], positions: list[list[int]]) -> list[np.ndarray]:
+        """See :meth:`OpsdWorker.opsd_token_logprobs`."""
+        with self.engine.eval_mode():
+            return checks.token_logprobs(self._opsd_engine(), sequences, positions)
+
+    def rehearse(self, scale: float | None) -> None:
+        """See :meth:`OpsdWorker.opsd_rehearse`."""
+        with self.engine.eval_mode():
+            self._opsd_engine().rehearse(scale)
+
     def export_adapter(self, folder: str) -> None:
         """See :meth:`OpsdWorker.opsd_export_adapter`."""
         with self.engine.eval_mode():
@@ -232,6 +242,17 @@ class OpsdWorker(ActorRolloutRefWorker):
         """Log-probabilities float32[P, V] (nats) of the trained weights for the publish guard; empty but on rank 0."""
         out = self.actor.logprobs(sequences, positions)
         return out if self.rank == 0 else []
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
+    def opsd_token_logprobs(self, sequences: list[list[int]], positions: list[list[int]]) -> list[np.ndarray]:
+        """Log-probability float64[P] (nats) of the token after each position under the trained weights; empty but on rank 0."""
+        out = self.actor.token_logprobs(sequences, positions)
+        return out if self.rank == 0 else []
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
+    def opsd_rehearse(self, scale: float | None) -> None:
+        """Random values of this scale in place of every lora_B; None puts the trained ones back (``OpsdEngine.rehearse``)."""
+        self.actor.rehearse(scale)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def opsd_adapter_stats(self) -> dict[str, Any]:

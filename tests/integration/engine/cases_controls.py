@@ -24,10 +24,12 @@ from ranks import (
     set_params,
     without_bounds,
 )
-from tiny import batch, eager, reference_model
+from tiny import V, batch, eager, full, reference_model
+from torch.distributed.tensor import distribute_tensor
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.verl_adapter import checks
+from verl_opsd.verl_adapter.passes import jagged
 
 
 def case_control() -> dict:
@@ -79,6 +81,63 @@ def case_logprobs() -> dict:
             "dtype": str(got[0].dtype),
         }
     return out
+
+
+def case_rehearsal() -> dict:
+    """Random values in place of lora_B and back, in a worker that has trained; and what a server that ignores some of them makes of the move."""
+    engine = build("untied")
+    data = batch(mine(all_rows()))
+    data["opsd_signal"] = jagged(engine.score(data, ADAPTER))
+    with engine.train_mode():
+        engine.train_batch(data, ADAPTER)
+    ids = [(37 * i + 5) % V for i in range(41)]
+    places = list(range(40))
+
+    def values() -> dict[str, torch.Tensor]:
+        engine._reshard()
+        return {k: full(p.data).clone() for k, p in engine.module.named_parameters()}
+
+    def said() -> torch.Tensor:
+        return torch.from_numpy(checks.token_logprobs(engine, [ids], [places])[0])
+
+    def optimizer() -> list[torch.Tensor]:
+        return [
+            full(t).clone() for state in engine.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)
+        ]
+
+    trained, state, before = values(), optimizer(), said()
+    (whole,) = checks.logprobs(engine, [ids], [places])
+    engine.rehearse(0.125)
+    random, there = values(), said()
+    engine.rehearse(0.25)
+    doubled = values()
+    engine.rehearse(0.125)
+    again = values()
+    ignored: dict[str, list[float]] = {}
+    for name, match in (("nothing", "no such"), ("a layer", "layers.1."), ("the mlp", "mlp"), ("all", "")):
+        for k, p in engine.module.named_parameters():
+            if "lora_B" in k and match in k:
+                engine._reshard()
+                p.data.to_local().copy_(distribute_tensor(trained[k], p.device_mesh, p.placements).to_local())
+        ignored[name] = (said() - before).tolist()
+        engine.rehearse(0.125)
+    engine.rehearse(None)
+    back, after, end = values(), optimizer(), said()
+    engine.rehearse(None)  # nothing is replaced any more
+    replaced = [k for k in trained if "lora_B" in k]
+    return {
+        "chosen": float((torch.from_numpy(whole)[places, ids[1:]] - before).abs().max()),
+        "restored": all(torch.equal(trained[k], v) for k, v in back.items()) and torch.equal(before, end),
+        "still": all(torch.equal(trained[k], v) for k, v in values().items()),
+        "others": all(torch.equal(trained[k], random[k]) for k in trained if k not in replaced),
+        "optimizer": len(state) == len(after) > 0 and all(torch.equal(a, b) for a, b in zip(state, after, strict=True)),
+        "doubled": all(torch.equal(2 * random[k], doubled[k]) for k in replaced),
+        "repeats": all(torch.equal(random[k], v) for k, v in again.items()),
+        "scales": [float(random[k].std()) for k in replaced],
+        "firsts": gathered([float(random[k].flatten()[-1]) for k in replaced]),
+        "move": (there - before).tolist(),
+        "ignored": ignored,
+    }
 
 
 def case_checks() -> dict:

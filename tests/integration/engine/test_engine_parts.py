@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+
+from verl_opsd.verl_adapter.rehearsal import unmade
 
 BOTH = (
     "device_control",
@@ -13,6 +16,7 @@ BOTH = (
     "uneven",
     "control",
     "checks",
+    "rehearsal",
     "nonfinite",
     "worker",
     "remote",
@@ -183,6 +187,32 @@ def test_logprobs_are_the_trained_models(measured: Any) -> None:
     for name, found in measured(1, "logprobs").items():
         if name != "seconds":
             assert found["error"] < 1e-4 and found["dtype"] == "float32" and found["shapes"] == [[2, 384], [1, 384]]
+
+
+@each_world
+def test_a_rehearsal_replaces_lora_b_alone_and_gives_it_back_bit_for_bit(measured: Any, world: int) -> None:
+    found = measured(world, "rehearsal")
+    assert found["restored"] and found["still"] and found["others"] and found["optimizer"]
+    assert found["doubled"] and found["repeats"] and found["chosen"] < 1e-5
+    assert len(found["scales"]) == 21 and min(found["scales"]) > 0.1 and max(found["scales"]) < 0.15  # of 0.125
+    assert (
+        len(set(found["firsts"][0])) == 21
+    )  # values of its own for every tensor, the same on every rank and for any number of ranks
+    assert all(f == measured(1, "rehearsal")["firsts"][0] for f in found["firsts"])
+
+
+def test_what_a_server_lacks_of_a_rehearsed_move(measured: Any) -> None:
+    """Share by least squares, and what is left beside it, of an engine that keeps the trained values in some places."""
+    found = measured(1, "rehearsal")
+    move = np.array(found["move"])
+    lacking = {}
+    for name, made in found["ignored"].items():
+        (share,), *_ = np.linalg.lstsq(move[:, None], np.array(made), rcond=None)
+        rest = np.linalg.norm(np.array(made) - share * move) ** 2 / np.linalg.norm(move) ** 2
+        assert unmade(move, np.array(made), 0.0) == pytest.approx((share, rest), abs=1e-9)
+        lacking[name] = max(abs(share - 1), rest)
+    assert lacking["nothing"] < 1e-9 and lacking["all"] == pytest.approx(1, abs=1e-6)
+    assert min(lacking["a layer"], lacking["the mlp"]) > 0.1, lacking  # one of 3 layers, 3 of 7 projections
 
 
 @each_world

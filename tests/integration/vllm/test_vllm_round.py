@@ -1,4 +1,4 @@
-"""One round through verl's own vLLM server on a host without an accelerator, and the publish guard against a stale adapter."""
+"""One round through verl's own vLLM server on a host without an accelerator, and the publish guard against an ignored and a stale adapter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def one_round(run: Path, *overrides: str, **env: str) -> tuple[subprocess.Comple
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_one_round_trains_publishes_the_adapter_and_evaluates(tmp_path):
-    whole(tmp_path / "run", *one_round(tmp_path / "run"))
+    done, gates = one_round(tmp_path / "run")
+    whole(tmp_path / "run", done, gates)
+    assert max(v["value"] for v in gates["publish_rehearsal"]) < 1e-4  # of 0.05: float32 tells this much more
 
 
 @needs_vllm
@@ -71,25 +73,45 @@ def whole(run: Path, done: subprocess.CompletedProcess[str], gates: dict[str, li
     """A round that went through: every gate held, both versions were served, and episodes were scored."""
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert {v["verdict"] for verdicts in gates.values() for v in verdicts} <= {"pass", "recorded"}
-    assert [v["detail"].split(",")[1] for v in gates["publish_kl"]] == [" version 0", " version 1"]
+    assert [v["detail"].split(",")[1] for v in gates["publish_kl"]] == [" version 0", " version 0", " version 1"]
+    there, back = (v["detail"] for v in gates["publish_rehearsal"])
+    assert "random lora_B" in there and "back to the trained" in back
+    assert [v["detail"].split(", ", 2)[2] for v in gates["publish_late"]] == ["the last 64 positions of 2048"]
     stages = {p.stem for p in (run / "stages").iterdir()}
     assert {"0001-collect", "0001-train", "0001-publish", "0001-evaluate"} <= stages
     report = json.loads((run / "report.json").read_text())
     assert report["standings"]["train"]["scored"] == 1 and report["standings"]["eval"]["scored"] == 1
 
 
+def never_published(run: Path, version: int) -> tuple[subprocess.CompletedProcess[str], dict[str, list[dict]]]:
+    """A round in which verl's adapter of vLLM sends nothing from this version on."""
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    env = {"PYTHONPATH": path, "VERL_USE_EXTERNAL_MODULES": "never_publish", "NEVER_PUBLISH_FROM": str(version)}
+    done, gates = one_round(run, **env)
+    assert done.returncode != 0
+    return done, gates
+
+
 @needs_vllm
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_server_that_keeps_the_old_adapter_stops_the_run(tmp_path):
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    done, gates = one_round(
-        tmp_path / "run", PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="never_publish", NEVER_PUBLISH_FROM="1"
-    )
-    assert done.returncode != 0
-    before, after = gates["publish_kl"]
-    assert before["verdict"] == "pass" and after["verdict"] == "fail"
+    done, gates = never_published(tmp_path / "run", 1)
+    assert [v["verdict"] for v in gates["publish_kl"]] == ["pass", "pass", "fail"]
     assert "does not serve the weights that were trained" in done.stdout + done.stderr
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_server_that_ignores_the_adapter_is_refused_before_the_first_rollout(tmp_path):
+    """It serves what a fresh adapter does, so that nothing else shows it."""
+    done, gates = never_published(tmp_path / "run", 0)
+    assert [v["verdict"] for v in gates["publish_kl"]] == ["pass"]
+    (rehearsal,) = gates["publish_rehearsal"]
+    assert rehearsal["verdict"] == "fail" and rehearsal["value"] == pytest.approx(1, abs=1e-6)
+    assert "does not bind the published adapter" in done.stdout + done.stderr
+    assert not (tmp_path / "run" / "stages" / "0001-collect").exists() and "publish_late" not in gates
 
 
 @pytest.mark.skipif(INSTALLED, reason="vLLM is installed here")

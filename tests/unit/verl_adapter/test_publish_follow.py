@@ -61,7 +61,7 @@ class Run:
         self.run_dir, self.followed, self.global_steps = RunDir(path), None, 0
         self.opsd = SimpleNamespace(gates=SimpleNamespace(publish_follow_min=0.5))
         self.tokenizer = range(1000)
-        self.actor_rollout_wg = SimpleNamespace(opsd_logprobs=self._logprobs)
+        self.actor_rollout_wg = SimpleNamespace(opsd_token_logprobs=self._logprobs)
         rng = np.random.default_rng(1)
         self._direction = rng.normal(0, step, guards.FOLLOW_TOKENS - 1)
         self._own, self._rounds = rng.normal(0, own, (20, guards.FOLLOW_TOKENS - 1)), own > 0
@@ -72,8 +72,7 @@ class Run:
         )
 
     def _logprobs(self, sequences, positions):
-        rows = (self._direction * self.global_steps - 5 + self._own[self.global_steps])[:, None]
-        return [[np.broadcast_to(rows, (len(rows), 1000))]]
+        return [[self._direction * self.global_steps - 5 + self._own[self.global_steps]]]
 
     def publish(self, version: int) -> dict:
         self.global_steps = version
