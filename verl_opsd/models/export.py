@@ -30,6 +30,9 @@ COHERENT = 0.5
 _LORA = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.default\.weight")
 _PEFT = "base_model.model."
 _WRAPPED = "model.language_model."
+#: A multimodal checkpoint's files beside weights, configuration and tokenizer.
+GENERATION = "generation_config.json"
+PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 #: Texts on which trained and exported model are compared.
 TEXTS = (
     "def words(text):\n    return text.lower().split()\n",
@@ -314,6 +317,7 @@ def export(
     try:
         model.save_pretrained(temporary)  # type: ignore[operator]
         tokenizer.save_pretrained(temporary)
+        _files_of_the_base(temporary, checkpoint / "huggingface", wrapper)
         del model
         again, info = auto_class(config).from_pretrained(temporary, dtype=torch.float32, output_loading_info=True)
         _require_keys(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), str(out))
@@ -338,6 +342,18 @@ def export(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return guards
+
+
+def _files_of_the_base(out: Path, checkpoint: Path, wrapper: str | None) -> None:
+    """What is no weight and no token, as it was: where replies end and how a base is sampled from, and a wrapper's processors, which its
+    architecture is served with."""
+    from transformers.utils import cached_file
+
+    for source, names in ((str(checkpoint), (GENERATION,)), (wrapper, (GENERATION, *PROCESSORS))):
+        for name in names if source is not None else ():
+            found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+            if found is not None:
+                shutil.copyfile(found, out / name)
 
 
 def _adapted_model(config: Any, weights: dict[str, Tensor], rank: int, alpha: float) -> nn.Module:

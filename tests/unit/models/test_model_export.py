@@ -247,6 +247,9 @@ def multimodal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
     whole.save_pretrained(root / "wrapper")
     AutoTokenizer.from_pretrained(text).save_pretrained(root / "wrapper")
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
+        (root / "wrapper" / name).write_text(json.dumps({"of": name}))
+    (root / "wrapper" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0], "top_k": 20}))
     return text, root / "wrapper"
 
 
@@ -255,6 +258,9 @@ def test_a_text_model_keeps_the_multimodal_wrapper_that_servers_know(multimodal,
     model = trained(text)
     checkpoint(tmp_path / "c" / "actor", model, text)  # where main_ppo keeps the student
     export(tmp_path / "c", tmp_path / "out", "float32", wrapper=str(wrapper))
+    for file in wrapper.glob("*processor_config.json"):
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": [2, 0], "top_k": 20}
     stored = json.loads((tmp_path / "out" / "config.json").read_text())
     assert stored["architectures"] == ["Qwen3_5ForConditionalGeneration"] and stored["model_type"] == "qwen3_5"
     again, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
@@ -268,6 +274,14 @@ def test_a_text_model_keeps_the_multimodal_wrapper_that_servers_know(multimodal,
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as f:
         names = set(f.keys())
     assert {n.split(".")[1] for n in names if n.startswith("model.")} == {"language_model", "visual"}
+
+
+def test_replies_end_where_those_of_the_trained_model_did(tiny, tmp_path):
+    folder = checkpoint(tmp_path / "c", trained(tiny), tiny)
+    stated = {"eos_token_id": [2, 0], "temperature": 0.6, "do_sample": True}
+    (folder / "huggingface" / "generation_config.json").write_text(json.dumps(stated))
+    export(folder, tmp_path / "out", "float32")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == stated
 
 
 def test_a_wrapper_around_another_text_model_is_refused(multimodal, tiny, tmp_path):
