@@ -180,6 +180,22 @@ def read_rows(path: Path) -> list[CorpusRow]:
     return [CorpusRow(**row, **{name: arrays[name][i] for name in _ARRAYS}) for i, row in enumerate(plain)]
 
 
+def read_split(folder: Path, entry: dict[str, Any]) -> list[CorpusRow]:
+    """The rows of one file of a manifest.
+
+    Raises:
+        OpsdError: see :func:`read_rows`, or another number of rows than the manifest states.
+    """
+    rows = read_rows(folder / entry["name"])
+    if len(rows) != entry["rows"]:
+        raise OpsdError(
+            f"{folder / entry['name']} of {len(rows)} rows, its manifest says {entry['rows']}",
+            "gate composition: a manifest counts what is there",
+            "build the corpus again",
+        )
+    return rows
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """``corpus.json`` of a corpus.
 

@@ -43,7 +43,10 @@ def check_verl_keys(config: DictConfig, opsd: OpsdConfig) -> None:
     check_values(config)
     _check_logger_and_device(config, opsd)
     _check_lengths(config, opsd)
-    _check_dtypes(config)
+    rollout_ref = config.actor_rollout_ref
+    check_dtypes(
+        rollout_ref.actor.fsdp_config, "actor_rollout_ref.actor.fsdp_config", rollout_ref.model, "actor_rollout_ref.model"
+    )
     _check_server(config.actor_rollout_ref.rollout)
     _check_task_reward(config, opsd)
     _check_sequences(config, opsd)
@@ -190,25 +193,32 @@ def _check_logger_and_device(config: DictConfig, opsd: OpsdConfig) -> None:
         )
 
 
-def _check_dtypes(config: DictConfig) -> None:
-    actor = config.actor_rollout_ref.actor.fsdp_config
+def check_dtypes(engine: DictConfig, key: str, model: DictConfig, model_key: str) -> None:
+    """Precisions in which a step would be lost.
+
+    Args:
+        engine, model: verl's sections of the engine and of what it trains. key, model_key: their names.
+
+    Raises:
+        OpsdError: float16, or all parameters as bf16 weights.
+    """
     dtypes = {
-        "model_dtype": actor.get("model_dtype"),
-        "mixed_precision.param_dtype": OmegaConf.select(actor, "mixed_precision.param_dtype"),
-        "dtype": actor.get("dtype"),
+        "model_dtype": engine.get("model_dtype"),
+        "mixed_precision.param_dtype": OmegaConf.select(engine, "mixed_precision.param_dtype"),
+        "dtype": engine.get("dtype"),
     }
     half = sorted(k for k, v in dtypes.items() if str(v) in ("fp16", "float16"))
     if half:
         raise OpsdError(
-            f"actor.fsdp_config.{half[0]}={dtypes[half[0]]}",
+            f"{key}.{half[0]}={dtypes[half[0]]}",
             "gradients of this loss are made in the forward pass, where verl's loss scaler does not reach: in float16 they would be 0",
             "use bf16 or fp32",
         )
-    if config.actor_rollout_ref.model.lora_rank == 0 and str(dtypes["model_dtype"]) in ("bf16", "bfloat16"):
+    if model.lora_rank == 0 and str(dtypes["model_dtype"]) in ("bf16", "bfloat16"):
         raise OpsdError(
-            "actor_rollout_ref.model.lora_rank=0 with actor.fsdp_config.model_dtype=bf16",
+            f"{model_key}.lora_rank=0 with {key}.model_dtype=bf16",
             "the optimizer would step bf16 weights, which round a small update away",
-            "set actor_rollout_ref.actor.fsdp_config.model_dtype=fp32, whose forwards are still bf16",
+            f"set {key}.model_dtype=fp32, whose forwards are still bf16",
         )
 
 

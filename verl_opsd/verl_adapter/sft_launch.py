@@ -21,11 +21,13 @@ from omegaconf import DictConfig, OmegaConf
 from verl_opsd import resume
 from verl_opsd.config import GateConfig, build_section
 from verl_opsd.corpus.curriculum import Entry, Phase, schedule
-from verl_opsd.corpus.records import read_manifest, read_rows
+from verl_opsd.corpus.records import read_manifest, read_split
+from verl_opsd.distill.weights import SurprisalGate
 from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir, file_hash, write_json
 from verl_opsd.verl_adapter.callback import refusing
 from verl_opsd.verl_adapter.choices import check_choices, require_command
+from verl_opsd.verl_adapter.contradictions import check_dtypes
 from verl_opsd.verl_adapter.ignored import IGNORED_BY_WARM_START, check_ignored
 from verl_opsd.verl_adapter.keys import ATTENTIONS, check_keys, check_texts, warm_start_keys
 from verl_opsd.verl_adapter.place import Found, require_writable
@@ -179,6 +181,9 @@ def parse(config: DictConfig) -> WarmStartConfig:
     for broken, what, rule, way_out in rules:
         if broken:
             raise OpsdError(what, rule, way_out)
+    if sft.gate is not None:
+        SurprisalGate(sft.gate.kappa, sft.gate.gamma)
+    check_dtypes(config.engine, "engine", config.model, "model")
     check_texts(config, warm_start_keys())
     check_ignored(config, IGNORED_BY_WARM_START, warm_start_keys())
     return opsd
@@ -292,7 +297,7 @@ def _lengths(
         (split, (name, i)): len(row.input_ids)
         for name, m in manifests.items()
         for split, entry in m["files"].items()
-        for i, row in enumerate(read_rows(folders[name] / entry["name"]))
+        for i, row in enumerate(read_split(folders[name], entry))
     }
     longest = max(lengths[k] for k in used)
     places = getattr(AutoConfig.from_pretrained(str(config.model.path)).get_text_config(), "max_position_embeddings", longest)

@@ -40,6 +40,11 @@ def plain(compose) -> Any:
         ("data.custom_cls.path", "pkg://mine", "pkg://mine"),
         ("opsd.sft.anchor", float("inf"), "opsd.sft.anchor=inf"),
         ("opsd.sft.anchor", float("nan"), "opsd.sft.anchor=nan"),
+        ("engine.model_dtype", "bf16", "lora_rank=0 with engine.model_dtype=bf16"),
+        ("engine.mixed_precision.param_dtype", "fp16", "param_dtype=fp16"),
+        ("engine.dtype", "float16", "engine.dtype=float16"),
+        ("opsd.sft.gate", {"kappa": -1.0, "gamma": -2.0}, "gate kappa=-1.0"),
+        ("opsd.sft.gate", {"kappa": 1.0, "gamma": float("nan")}, "gamma=nan"),
         ("engine.sft", {"chunk": 256, "gate": None, "anchor": 0.5}, "the loss is opsd.sft"),
         ("trainer.resume_mode", "disable", "resume_mode=disable"),
         ("trainer.resume_mode", "bogus", "resume_mode=bogus"),
@@ -67,6 +72,16 @@ def test_a_key_that_nothing_reads_or_that_cannot_be_is_refused(key, value, what,
     with pytest.raises(OpsdError, match=what):
         parse(config)
     parse(plain)
+
+
+@pytest.mark.parametrize("stated", [1, 3])
+def test_rows_that_the_manifest_does_not_count_are_no_corpus(stated, compose, run, tmp_path):
+    corpus = make_corpus(tmp_path / "a", [10, 20], [])
+    manifest = json.loads((corpus / "corpus.json").read_text())
+    manifest["files"]["train"]["rows"] = stated
+    write_json(corpus / "corpus.json", manifest)
+    with pytest.raises(OpsdError, match=f"of 2 rows, its manifest says {stated}"):
+        prepare(compose(f"corpus={corpus}", "trainer.test_freq=-1"), run, 1)
 
 
 def test_checkpoints_that_a_run_goes_on_from_hold_all_of_its_state(compose, run):
