@@ -47,6 +47,8 @@ _CODE_ANYWHERE = re.compile(
     r"|\b[A-Z]\w*<[A-Z&][^<>\n]*>"  # a generic type
     r"|\b(?:pub fn|def|fn|func)\s+\w+\s*[(<:{][^\n]*|\b(?:class|struct|impl|interface|enum)\s+[A-Z]\w*\s*[(<:{][^\n]*"
     r"|\bfrom\s+[\w.]+\s+import\s+\w[^\n]*|\blambda\b[\w\s,*]*:[^\n]*|\b(?:self|this)\.\w[^\n]*|\)\s*(?:->|=>|\{)[^\n]*|\w\s*=>\s*[\w{(]+[.({][^\n]*"
+    r"|^(?: {4}|\t)\s*(?:return|raise|yield)(?: \S+)?$|^(?: {4}|\t)\s*(?:if|elif|for|while|with|except)\b[^\n.]*:$\n\s+\S[^\n]*"  # an indented block
+    r"|\b(?:if|else|except)\b[^\n]*:\s*(?:return|raise|yield|pass|continue|break)\b[^\n]*|\bfor \w+ in [\w.]+:[^\n]*"
     r"|\b(?:sed|perl)\s(?:-\S+\s+)*(?:-\w*i\w*|--in-place)\b[^\n`]*|\bawk\s+['\"][^\n`]*|\bgit apply\b[^\n`]*|\bpatch\s+-p\d[^\n`]*"
     r"|\b(?:cat|tee|python3?)\s*(?:>|<<|-c\b)[^\n`]*|\btee\s+[^\n`]*<<[^\n`]*|\becho\b[^\n`]*>[^\n`]*",
     re.MULTILINE,
@@ -60,7 +62,7 @@ _ORDINAL = rf"(?:\d+(?:st|nd|rd|th)|{_TENS}(?:ieth|y[- ](?:first|second|third|fo
 _LINES = re.compile(
     rf"\b(?:lines?|ln)\b[.:]?\s*(?:(?:no\.?|number)\s*)?#?(?:\d+|{_NUMBER}\b)(?:\s*(?:-|\u2013|to|and|through)\s*(?:\d+|{_NUMBER}\b))?"
     rf"|\b{_ORDINAL}\s+line\b|\b(?:first|last|next)\s+\d+\s+lines\b|\b\d+\s+lines?\s+(?:down|into)\b"
-    r"|\bL\d+\b|\.\w{1,5}:\d+|\bsed\s[^\n]*?['\"]?\d+(?:,\d+)?[acdips]\b|\bNR\s*==\s*\d+|^@@ -\d+.*",
+    r"|\blines?\s+between\s+\d+|\b(?:head|tail)\s+-n\s*\+?\d+|\bL\d+\b|\.\w{1,5}:\d+|\bsed\s[^\n]*?['\"]?\d+(?:,\d+)?[acdips]\b|\bNR\s*==\s*\d+|^@@ -\d+.*",
     re.MULTILINE | re.IGNORECASE,
 )
 _TESTS = re.compile(
@@ -224,19 +226,26 @@ def _symbols(patch: str) -> frozenset[str]:
 
 
 def _patch_text(text: str, material: Material) -> list[tuple[str, str]]:
-    """Runs of tokens and quoted strings that patches add, and that neither a task text nor the agent's own text holds."""
-    mine = _grams(text)
+    """Runs of tokens, quoted strings and names that patches add, and that neither a task text nor the agent's own text holds."""
+    mine, words = _grams(text), set(re.findall(r"\w+", text))
     quoted = _literals(text)
     found: list[tuple[str, str]] = []
     for kind, patches in (("test_text", material.tests), ("gold_text", material.gold)):
         hits = {g for patch in patches for g in _patch_grams(patch) & mine}
         strings = {s for patch in patches for s in _literals("\n".join(added_lines(patch))) if s in text or s in quoted}
+        strings |= {n for patch in patches for n in _new_names(patch) & words}
         if hits or strings:
             known = (*material.public, *material.own)
             hits = {g for g in hits if not any(g in _grams(t) for t in known)}
             strings = {s for s in strings if not any(s in t for t in known)}
         found += [(kind, " ".join(g)) for g in sorted(hits)] + [(kind, s) for s in sorted(strings)]
     return found
+
+
+def _new_names(patch: str) -> set[str]:
+    """Functions and classes that a patch defines, of those whose names can't be a word of a sentence."""
+    names = (m[1] for line in added_lines(patch) if (m := _NAMED.match(line)))
+    return {n for n in names if re.search(r"\w_\w|[a-z\d][A-Z]|\d", n) and not n.startswith("__")}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import keyword
 import re
 
@@ -111,6 +112,12 @@ def test_leaks_are_flagged_without_any_material(text, kinds):
         ("The tests will check for the literal text.", "test_text"),
         ("A unit test verifies the empty case.", "test_text"),
         ("The grader looks for the message.", "test_text"),
+        ("Yours are the lines between 10 and 20.", "line_number"),
+        ("Look at it with head -n 61 first.", "line_number"),
+        ("    if found\n        raise", "code"),
+        ("    while pending:\n        step", "code"),
+        ("if not found: raise KeyError", "code"),
+        ("for item in items: yield item", "code"),
         ("Both of you edit src/jinja2/.", "collision"),
         ("Both of you edit crates/typst/src/foundations.", "collision"),
         ("Both of you edit outlines.types.dsl.", "collision"),
@@ -133,6 +140,8 @@ def test_the_same_said_otherwise_is_flagged(text, kind):
         "The tests of both features run on the merged tree. Test, check the diff, push. One tests, the other checks.",
         "Whoever tests should also verify the merged tree. Tests must pass before you publish.",
         "Define the class hierarchy together: agree on names. For each item: owner, state.",
+        "If you are first: claim it.\n    If it is taken:\n    ask.\nFor one in doubt: wait. If both stop: raise it in a message? Then return.",
+        "1. Plan.\n    with your peer: agree\n2. Work.\n    return to step 1 when it fails",
     ],
 )
 def test_how_to_work_is_no_leak(text):
@@ -211,6 +220,22 @@ def test_patch_text_counts_only_where_it_is_news():
         assert {f.kind for f in audit(guidance(text), Material(gold=(patch,))).findings} == kinds
         for known in (Material(own=(text,), gold=(patch,)), Material(public=(text,), gold=(patch,))):
             assert audit(guidance(f"{text} x"), known).findings == ()
+
+
+def test_names_that_only_a_patch_defines_are_its_text():
+    gold = "--- a/m.py\n+++ b/m.py\n@@ -1 +1,4 @@\n a\n+def clip_spans(x):\n+    class SpanSet: ...\n+def merge(x): ...\n"
+    tests = gold.replace("clip_spans", "test_clips_twice").replace("SpanSet", "TestSpans")
+    known = Material(gold=(gold,), tests=(tests,))
+    for text, kind in (
+        ("Call the helper clip_spans.", "gold_text"),
+        ("Return a SpanSet there.", "gold_text"),
+        ("Make test_clips_twice pass.", "test_text"),
+        ("See TestSpans for it.", "test_text"),
+    ):
+        assert {f.kind for f in audit(guidance(text), known).findings} == {kind}
+        for told in (dataclasses.replace(known, own=(text,)), dataclasses.replace(known, public=(text,))):
+            assert audit(guidance(f"{text} x"), told).answer_free
+    assert audit(guidance("Then merge. Leave clip and spans alone, and clip_spans_later."), known).answer_free
 
 
 def test_symbols_that_both_sides_touch_are_knowledge_of_the_collision():
