@@ -37,9 +37,7 @@ class Count:
     total: int
 
     def __post_init__(self) -> None:
-        if not (
-            isinstance(self.passed, int) and isinstance(self.total, int) and 0 <= self.passed <= self.total and self.total > 0
-        ):
+        if not (type(self.passed) is int and type(self.total) is int and 0 <= self.passed <= self.total and self.total > 0):
             raise OpsdError(
                 f"{self.passed} of {self.total}", "0 <= passed <= total, and something was run", "correct the table"
             )
@@ -130,12 +128,13 @@ def worth(matrix: Matrix, context: str) -> tuple[Condition, ...]:
             "measure it first, with evaluation runs",
         )
 
-    def beats(name: str, a: tuple[str, Model], b: tuple[str, Model], margin: float) -> Condition:
+    def beats(name: str, a: tuple[str, Model], b: tuple[str, Model], beyond: bool = True) -> Condition:
         missing = [f"{m} with {c}" for c, m in (a, b) if (c, m) not in matrix.cells]
         if missing:
             return Condition(name, False, f"not measured: {', '.join(missing)}")
         one, other = matrix.cells[a].pairs, matrix.cells[b].pairs
         value = difference(one, other)
+        margin = max(matrix.noise, two_pairs((one, other))) if beyond else 0.0
         detail = f"{one.passed}/{one.total} against {other.passed}/{other.total}, more than {margin:.2f} wanted"
         return Condition(name, value[0] > margin + 1e-9, detail, value)
 
@@ -143,9 +142,9 @@ def worth(matrix: Matrix, context: str) -> tuple[Condition, ...]:
     free = matrix.answer_free.get(context)
     marked = [f"{m} with {c}" for (c, m), cell in matrix.cells.items() if c in (context, BARE) and cell.invalidated]
     return (
-        beats("briefed teacher beats the bare teacher beyond the noise", briefed, (BARE, "teacher"), matrix.noise),
-        beats("briefed teacher beats the base beyond the noise", briefed, (BARE, "student"), matrix.noise),
-        beats("briefed student beats the base", (context, "student"), (BARE, "student"), 0.0),
+        beats("briefed teacher beats the bare teacher beyond the noise", briefed, (BARE, "teacher")),
+        beats("briefed teacher beats the base beyond the noise", briefed, (BARE, "student")),
+        beats("briefed student beats the base", (context, "student"), (BARE, "student"), beyond=False),
         Condition(
             "the brief is answer-free",
             free is True,
@@ -174,6 +173,11 @@ def headroom(tasks: Iterable[TaskOutcome]) -> dict[str, int]:
     return {name: found[name] for name in HEADROOM}
 
 
+def two_pairs(runs: Iterable[Count]) -> float:
+    """Two pairs of the smallest run, as a rate: fewer may differ by chance, whatever the noise was measured to be."""
+    return 2 / min(c.total for c in runs)
+
+
 def noise_of(reruns: Iterable[Count]) -> float:
     """Rate of pairs by which re-runs of the same weights differ: the largest difference between any two, and two pairs of the smallest run
     at least, since a few re-runs agree by chance.
@@ -185,7 +189,7 @@ def noise_of(reruns: Iterable[Count]) -> float:
     rates = sorted(c.rate for c in runs)
     if len(rates) < 2:
         raise OpsdError(f"{len(rates)} runs of the same weights", "noise needs two or more", "evaluate the same weights again")
-    return max(rates[-1] - rates[0], 2 / min(c.total for c in runs))
+    return max(rates[-1] - rates[0], two_pairs(runs))
 
 
 def parse(values: Mapping[str, Any]) -> Matrix:
@@ -215,6 +219,8 @@ def parse(values: Mapping[str, Any]) -> Matrix:
                 key in cells
                 or key[1] not in ("student", "teacher")
                 or not c.keys() <= {"context", "model", "pairs", "features", "invalidated"}
+                or not isinstance(c["context"], str)
+                or isinstance(c.get("invalidated"), str)
             ):
                 raise OpsdError(
                     f"cell {c}", "context, model student or teacher, pairs, features; each cell once", "correct the file"
@@ -222,7 +228,7 @@ def parse(values: Mapping[str, Any]) -> Matrix:
             cells[key] = Cell(Count(*c["pairs"]), features, tuple(c.get("invalidated", ())))
         tasks = tuple(TaskOutcome(**t) for t in values.get("tasks", ()))
         noise = noise_of(Count(*c) for c in values["reruns"]) if "reruns" in values else values.get("noise", NOISE)
-        inside = 0 <= noise < 1 and all(f in (0, 1, 2) for t in tasks for f in (t.base, t.student, t.teacher))
+        inside = 0 <= noise < 1 and all(type(f) is int and 0 <= f <= 2 for t in tasks for f in (t.base, t.student, t.teacher))
         free = values.get("answer_free", {})
         stated = all(isinstance(v, bool) for v in free.values())
     except (KeyError, TypeError, AttributeError) as e:

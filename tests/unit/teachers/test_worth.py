@@ -119,6 +119,10 @@ def test_noise():
         {"noise": -0.1},
         {"tasks": [{"task": "t", "context": "c", "base": 3, "student": 0, "teacher": 0}]},
         {"tasks": [{"task": "t"}]},
+        {"cells": [{"context": "none", "model": "student", "pairs": [True, 2]}]},
+        {"cells": [{"context": None, "model": "student", "pairs": [1, 2]}]},
+        {"cells": [{"context": "none", "model": "student", "pairs": [1, 2], "invalidated": "why"}]},
+        {"tasks": [VALUES["tasks"][0] | {"base": True}]},
         {"tasks": [VALUES["tasks"][0]] * 2},
         {"tasks": [VALUES["tasks"][0], VALUES["tasks"][0] | {"base": 0, "student": 2}]},
         {"tasks": [VALUES["tasks"][0] | {"context": "gold-patch"}]},
@@ -128,6 +132,22 @@ def test_noise():
 def test_tables_that_cannot_be_are_refused(change):
     with pytest.raises(OpsdError):
         parse({**VALUES, **change})
+
+
+@pytest.mark.parametrize(
+    ("passed", "total", "noise", "enough"),
+    [(1, 1, 0.2, False), (2, 2, 0.0, False), (2, 3, 0.2, False), (3, 3, 0.2, True), (2, 10, 0.0, False), (3, 10, 0.0, True)]
+    + [(20, 100, 0.2, False), (21, 100, 0.2, True), (3, 100, 0.0, True)],
+)
+def test_a_gain_of_two_pairs_or_fewer_is_noise_however_few_were_run(passed, total, noise, enough):
+    """One of one against none of one is a difference of 1.0, and says nothing."""
+    cells = [
+        {"context": c, "model": m, "pairs": [passed if c == "x" else 0, total]}
+        for c in ("none", "x")
+        for m in ("student", "teacher")
+    ]
+    found = worth(parse({"cells": cells, "answer_free": {"x": True}, "noise": noise}), "x")
+    assert [c.passed for c in found] == [enough, enough, True, True]
 
 
 def test_contexts_that_were_not_measured_are_refused():
