@@ -148,12 +148,19 @@ def _positions(path: str) -> int | None:
 
 
 def _stops(path: str) -> list[int] | None:
-    """Ids at which generation of a reply ends, as the model's folder says; None where it does not."""
+    """Ids at which generation of a reply ends, as the model's folder says; None where it does not.
+
+    Raises:
+        OpsdError: a file that can't be read.
+    """
     from transformers import GenerationConfig
 
     try:
         found = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # a folder without one
+    except OSError as e:
+        file = Path(path).expanduser() / "generation_config.json"
+        if file.is_file():
+            raise OpsdError(f"{file}: {e}", "it says at which tokens a reply ends", "repair it, or remove it") from e
         return None
     return None if found is None else sorted(found) if isinstance(found, list) else [found]
 

@@ -41,18 +41,23 @@ def stops(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
 
 
+def broken_stops(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("{")
+
+
 @pytest.mark.parametrize(
     ("edit", "named"),
     [
         (another_entry, r"1 entries: '<\|brief\|>': None / \d+"),
         (another_end, r"end token \d+ / \d+"),
         (stops, r"other tokens that end a turn \(generation_config\) than the student: .* / \[0, 1\]"),
+        (broken_stops, r"teacher/generation_config\.json"),
         (
             edit_template("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'"),
             r"other generation prefix than the student: .*<think>",
         ),
     ],
-    ids=["vocabulary", "end token", "stop tokens", "generation prefix"],
+    ids=["vocabulary", "end token", "stop tokens", "broken stop tokens", "generation prefix"],
 )
 def test_what_differs_is_named(tmp_path: Path, edit: Callable[[Path], None], named: str) -> None:
     student, teacher = (make_tiny(tmp_path / name, seed=1, hidden_size=32) for name in ("student", "teacher"))
