@@ -73,12 +73,20 @@ def _open(args: argparse.Namespace, meta: dict[str, Any]) -> tuple[Any, BriefCho
     brief = meta["opsd"]["brief"]
     path, dtype = args.student or meta["student"], getattr(torch, args.dtype)
     _check_models(meta["student"], args.student, args.teacher, args.adapter)
+    name = args.brief or brief["name"]
+    if args.files is not None and "workflow" not in name.split("+"):
+        raise OpsdError(f"--files {args.files} with brief {name}", "the brief workflow is read from files", "leave it out")
+    try:
+        torch.empty(1, device=args.device)
+    except (RuntimeError, AssertionError) as e:  # no such name; no such device here
+        what = f"--device {args.device}: {str(e).splitlines()[0]}"
+        raise OpsdError(what, "models are scored on a device that torch has here", "use cpu, or cuda where there is one") from e
     student = DeviceTeacher(path, dtype, args.device, "student", args.adapter)
     own_base = args.teacher is None and args.adapter is None
     teacher = student if own_base else DeviceTeacher(args.teacher or path, dtype, args.device, "teacher")
     limits = [n for n in (brief.get("max_view_tokens"), student.limits[0], teacher.limits[0]) if n is not None]
     choice = BriefChoice(
-        args.brief or brief["name"],
+        name,
         args.allow_answer or (args.brief is None and brief["allow_answer"]),
         args.files or (brief.get("files") if args.brief is None else None),
         brief["user_turn"],

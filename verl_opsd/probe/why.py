@@ -41,9 +41,11 @@ def why(
     if branch is None:
         known = sorted(set().union(*turns))
         episodes = sorted({b.trajectory.episode_id for b in branches})
+        agents = sorted({b.trajectory.agent_id for b in branches if b.trajectory.episode_id == episode})
+        others = f"agents with loss there: {', '.join(agents)}" if agents else f"episodes are {', '.join(episodes[:8])}"
         raise OpsdError(
             f"turn {turn} of {episode}/{agent}",
-            f"turns with loss there: {known}" if here else f"episodes are {', '.join(episodes[:8])}",
+            f"turns with loss there: {known}" if here else others,
             "name an episode of the run, an agent and one of its turns",
         )
     t, markers = branch.trajectory, ChatMarkers.from_tokenizer(tokenizer)

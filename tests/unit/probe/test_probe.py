@@ -258,6 +258,8 @@ def test_refusals(paths, tmp_path, capsys):
     assert main(["why", str(paths[0]), "no-such-episode", "0"]) == 2
     assert main(["why", str(paths[0]), "train-00001-00000-0", "9"]) == 2
     assert "turns with loss there: [0, 1]" in capsys.readouterr().err
+    assert main(["why", str(paths[0]), "train-00001-00000-0", "0", "--agent", "agent9"]) == 2
+    assert "agents with loss there: agent1, agent2" in capsys.readouterr().err
 
 
 def test_other_models_and_what_is_none_are_refused(paths, tmp_path, capsys):
@@ -275,6 +277,9 @@ def test_other_models_and_what_is_none_are_refused(paths, tmp_path, capsys):
         (["--teacher", str(wide)], "vocabulary rows"),
         (["--teacher", str(tmp_path / "none")], "config.json"),
         (["--adapter", str(tmp_path)], "adapter_config.json"),
+        (["--device", "abacus"], "--device abacus"),
+        (["--device", "cuda:99"], "--device cuda:99"),
+        (["--files", str(tmp_path)], "with brief peer_spec"),
     ):
         assert main(["probe", str(paths[0]), "--out", str(tmp_path / "out"), *argv]) == 2
         assert said in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -136,8 +136,17 @@ def test_tables_that_cannot_be_are_refused(change):
 
 @pytest.mark.parametrize(
     ("passed", "total", "noise", "enough"),
-    [(1, 1, 0.2, False), (2, 2, 0.0, False), (2, 3, 0.2, False), (3, 3, 0.2, True), (2, 10, 0.0, False), (3, 10, 0.0, True)]
-    + [(20, 100, 0.2, False), (21, 100, 0.2, True), (3, 100, 0.0, True)],
+    [
+        *(
+            (1, 1, 0.2, False),
+            (2, 2, 0.0, False),
+            (2, 3, 0.2, False),
+            (3, 3, 0.2, True),
+            (2, 10, 0.0, False),
+            (3, 10, 0.0, True),
+        ),
+        *((20, 100, 0.2, False), (21, 100, 0.2, True), (3, 100, 0.0, True)),
+    ],
 )
 def test_a_gain_of_two_pairs_or_fewer_is_noise_however_few_were_run(passed, total, noise, enough):
     """One of one against none of one is a difference of 1.0, and says nothing."""
