@@ -95,12 +95,15 @@ def _join(key: str, parts: Sequence[Tensor]) -> Tensor:
     first = parts[0]
     if not isinstance(first, DTensor):
         return first
-    (placement,) = first.placements
-    local = [p._local_tensor for p in parts if isinstance(p, DTensor)]
-    if placement.is_replicate():
+    *groups, placement = first.placements
+    # groups of ranks (engine.fsdp_size) hold the same: the first group is the first ranks
+    local = [p._local_tensor for p in parts if isinstance(p, DTensor)][: first.device_mesh.shape[-1]]
+    if all(g.is_replicate() for g in groups) and placement.is_replicate():
         return local[0]
-    if not isinstance(placement, Shard):
-        raise OpsdError(f"{key} placed as {placement}", "a tensor is sharded along one dimension or replicated", "use FSDP2")
+    if not all(g.is_replicate() for g in groups) or not isinstance(placement, Shard):
+        raise OpsdError(
+            f"{key} placed as {first.placements}", "a tensor is sharded along one dimension or replicated", "use FSDP2"
+        )
     return torch.cat(local, dim=placement.dim)
 
 

@@ -176,6 +176,27 @@ def test_ranks_of_other_keys_are_refused(tiny, tmp_path):
         whole_weights(folder)
 
 
+def test_groups_of_ranks_that_hold_the_same_shards_are_joined_once(tmp_path):
+    """Four ranks, two and two: each pair holds the whole, as under engine.fsdp_size=2."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    whole = torch.arange(12.0).reshape(4, 3)
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
+        for rank in range(4):
+            half = whole[2 * (rank % 2) :][:2].clone()
+            shard = DTensor.from_local(half, mesh, [Replicate(), Shard(0)], run_check=False)
+            torch.save({"w": shard}, tmp_path / f"model_world_size_4_rank_{rank}.pt")
+        (tmp_path / "fsdp_config.json").write_text(json.dumps({"world_size": 4}))
+        assert torch.equal(whole_weights(tmp_path)["w"], whole)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_what_is_no_checkpoint_is_refused(tiny, tmp_path):
     with pytest.raises(OpsdError, match="fsdp_config"):
         whole_weights(tiny)
