@@ -40,6 +40,7 @@ IGNORED = {
     "algorithm.rollout_correction": _RATIO,
 }
 _STORED = "rows are stored ids and masks, trained on whole; `opsd corpus render` makes them of text"
+_MEGATRON = "it is Megatron's; set lora_rank, lora_alpha, target_modules and lora_adapter_path of the model"
 _DRAWN = "rows follow the schedule of opsd.phases, the same number on every rank"
 #: The same for a warm start.
 IGNORED_BY_WARM_START = {
@@ -54,6 +55,8 @@ IGNORED_BY_WARM_START = {
     "data.use_shm": "rows are read from the corpus' own folder; leave it out",
     "data.balance_dp_token": _DRAWN,
     "trainer.balance_batch": _DRAWN,
+    "model.lora": _MEGATRON,
+    "optim.total_training_steps": "steps are those of opsd.phases",
     "trainer.seed": "set opsd.seed (the order of rows), and engine.seed (an adapter's first weights)",
 }
 #: What the recipes set, since verl wants a value that goes without a critic and without old log-probabilities.

@@ -32,6 +32,7 @@ from verl_opsd.verl_adapter.ignored import IGNORED_BY_WARM_START, check_ignored
 from verl_opsd.verl_adapter.keys import ATTENTIONS, check_keys, check_texts, warm_start_keys
 from verl_opsd.verl_adapter.place import Found, require_writable
 from verl_opsd.verl_adapter.targets import check_adapter
+from verl_opsd.verl_adapter.values import WARM_START_KINDS, check_kinds
 
 #: Seconds that ranks wait for rank 0's files.
 WAIT_S = 300.0
@@ -171,18 +172,14 @@ def parse(config: DictConfig) -> WarmStartConfig:
             "a run goes on as if it had not been stopped, so that its checkpoints hold all of its state",
             "leave them out, or save after the last step only (trainer.save_freq=-1)",
         ),
-        (
-            config.model.use_fused_kernels,
-            "model.use_fused_kernels=true",
-            "fused kernels bypass the vocabulary head",
-            "set it to false",
-        ),
+        (config.model.use_fused_kernels, "model.use_fused_kernels=true", "they bypass the vocabulary head", "set it to false"),
     ]
     for broken, what, rule, way_out in rules:
         if broken:
             raise OpsdError(what, rule, way_out)
     if sft.gate is not None:
         SurprisalGate(sft.gate.kappa, sft.gate.gamma)
+    check_kinds(config, WARM_START_KINDS)
     check_dtypes(config.engine, "engine", config.model, "model")
     check_texts(config, warm_start_keys())
     check_ignored(config, IGNORED_BY_WARM_START, warm_start_keys())

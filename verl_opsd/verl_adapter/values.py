@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -81,21 +81,45 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
+_SHARE = ("a number from 0 to 1", lambda v: _number(v) and 0 <= v <= 1)
+_WHOLE = ("a whole number above 0", lambda v: type(v) is int and v > 0)
+#: The same for a warm start; kinds that both have are those above.
+WARM_START_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **{f"optim.{k}": KINDS[f"actor_rollout_ref.actor.optim.{k}"] for k in ("lr", "weight_decay", "betas", "lr_scheduler_type")},
+    **{f"model.{k}": KINDS[f"actor_rollout_ref.model.{k}"] for k in ("lora_rank", "lora_alpha")},
+    **{
+        f"engine.{k}": KINDS[f"actor_rollout_ref.actor.fsdp_config.{k}"]
+        for k in ("model_dtype", "dtype", *(f"mixed_precision.{k}_dtype" for k in ("param", "reduce", "buffer")))
+    },
+    "optim.clip_grad": KINDS["actor_rollout_ref.actor.grad_clip"],
+    "optim.min_lr_ratio": ("a number from 0 to 1, or null", lambda v: v is None or _SHARE[1](v)),
+    "optim.lr_warmup_steps_ratio": _SHARE,
+    "data.micro_batch_size_per_gpu": _WHOLE,
+    "data.max_token_len_per_gpu": _WHOLE,
+    "trainer.max_ckpt_to_keep": KINDS["trainer.max_actor_ckpt_to_keep"],
+    "engine.forward_only": ("false where something is trained", lambda v: v is False),
+}
+
+
 def check_values(config: DictConfig) -> None:
     """
     Raises:
         OpsdError: the first key whose value verl would not take, or take for something else.
     """
     _check_counts(config)
-    _check_kinds(config)
+    check_kinds(config, KINDS)
 
 
 def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check_kinds(config: DictConfig) -> None:
-    for key, (kind, holds) in KINDS.items():
+def check_kinds(config: DictConfig, kinds: Mapping[str, tuple[str, Callable[[Any], bool]]]) -> None:
+    """
+    Raises:
+        OpsdError: the first key whose value is not of its kind.
+    """
+    for key, (kind, holds) in kinds.items():
         value = OmegaConf.select(config, key)
         if not holds(value):
             raise OpsdError(f"{key}={value}", f"{key} is {kind}", "correct the value")
