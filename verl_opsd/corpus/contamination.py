@@ -56,7 +56,7 @@ def evaluated(subsets: dict[str, Sequence[PairTask]], level: Literal["repo", "ta
     """Everything that rows are compared with.
 
     Raises:
-        OpsdError: no subset, or one without pairs.
+        OpsdError: no subset, one without pairs, or a feature without one of its files.
     """
     if not subsets or not all(subsets.values()):
         raise OpsdError(
@@ -69,10 +69,15 @@ def evaluated(subsets: dict[str, Sequence[PairTask]], level: Literal["repo", "ta
     for task_dir, feature in sorted({(p.task_dir, f) for p in pairs for f in p.features}):
         folder = task_dir / f"feature{feature}"
         for name in ("feature.md", "feature.patch", "tests.patch"):
-            if (folder / name).is_file():
-                text = (folder / name).read_text(errors="replace")
-                where = Path(*folder.parts[-3:], name).as_posix()
-                files[where] = "\n".join(added_lines(text)) if name.endswith(".patch") else text
+            if not (folder / name).is_file():
+                raise OpsdError(
+                    f"{folder / name} is not there",
+                    "rows are compared with the task text, gold patch and hidden tests of every evaluated feature",
+                    "name a whole dataset with --dataset",
+                )
+            text = (folder / name).read_text(errors="replace")
+            where = Path(*folder.parts[-3:], name).as_posix()
+            files[where] = "\n".join(added_lines(text)) if name.endswith(".patch") else text
     texts = tuple((where, found) for where, text in files.items() if len(found := grams(text)) >= LEAST)
     keys = {name: tuple(p.key for p in some) for name, some in subsets.items()}
     names = frozenset(p.repo if level == "repo" else f"{p.repo}/task{p.task_id}" for p in pairs)

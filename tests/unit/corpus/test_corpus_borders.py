@@ -111,7 +111,8 @@ def dataset(root: Path, **files: str) -> PairTask:
     for feature in (1, 2):
         folder = root / "repo_task" / "task7" / f"feature{feature}"
         folder.mkdir(parents=True)
-        (folder / "feature.md").write_text("short")
+        for name in ("feature.md", "feature.patch", "tests.patch"):
+            (folder / name).write_text("short")
     for name, text in files.items():
         (root / "repo_task" / "task7" / "feature1" / name.replace("_", ".")).write_text(text)
     return PairTask(root, "repo_task", 7, (1, 2), "eval")
@@ -141,6 +142,15 @@ def test_of_patches_the_added_lines_are_looked_for(name, tmp_path):
     target = evaluated({"s": [dataset(tmp_path, **{name: f"diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n{lines}"})]})
     assert contamination_of(" ".join(context + removed), target) == ""
     assert name.replace("_", ".") in contamination_of(" ".join(added), target)
+
+
+@pytest.mark.parametrize("name", ["feature.md", "feature.patch", "tests.patch"])
+def test_a_feature_without_one_of_its_texts_is_refused(name, tmp_path):
+    """The gate would pass whatever holds that text."""
+    pair = dataset(tmp_path)
+    (pair.task_dir / "feature2" / name).unlink()
+    with pytest.raises(OpsdError, match=f"feature2/{name} is not there"):
+        evaluated({"s": [pair]})
 
 
 def test_a_file_and_a_json_string_of_it_are_one_text(tmp_path):
