@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ def teacher_control(trainer: Any, batch: KVBatchMeta) -> None:
     trainer.score(some, "own")
     gap = _control(trainer, some, "device", 0, "off")
     detail = f"mean nats over {gap.size} loss positions, max {gap.max():.2e}"
-    if [t.path for t in trainer.teachers] == [trainer.config.actor_rollout_ref.model.path]:
+    if [_place(t.path) for t in trainer.teachers] == [_place(trainer.config.actor_rollout_ref.model.path)]:
         limit = gates.device_identity_max if trainer.teachers[0].voice.form == "exact" else gates.publish_kl_max
         run.require(
             "device_identity",
@@ -97,6 +98,12 @@ def teacher_control(trainer: Any, batch: KVBatchMeta) -> None:
     trainer.score(some, "view")
     pull = _control(trainer, batch, "device", 0, "off")
     run.evidence("teacher_pull", float(pull.mean()), None, None, f"teacher with brief, mean nats, max {pull.max():.2e}")
+
+
+def _place(path: str) -> str:
+    """One name of a model: its folder may be written in several ways."""
+    folder = Path(path).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else path
 
 
 def _control(trainer: Any, batch: KVBatchMeta, teacher: str, shift: int, adapters: str) -> np.ndarray:

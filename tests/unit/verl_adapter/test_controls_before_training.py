@@ -64,6 +64,27 @@ def test_estimates_of_either_sign_are_judged_by_their_size(own, failing, tmp_pat
             guards.identity_control(trainer, None)
 
 
+@pytest.mark.parametrize(
+    ("path", "judged"), [("{}/own", True), ("{}/own/", True), ("{}/x/../own", True), ("{}/x", False), ("owner/name", False)]
+)
+def test_a_teacher_that_is_the_students_model_is_known_however_its_folder_is_written(path, judged, tmp_path, monkeypatch):
+    for name in ("own", "x"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(guards, "_sample", lambda trainer, batch: batch)
+    monkeypatch.setattr(guards, "_control", lambda trainer, batch, teacher, shift, adapters: np.full(3, 0.5))
+    voice = SimpleNamespace(form="exact")
+    trainer = SimpleNamespace(
+        opsd=SimpleNamespace(gates=GATES), run_dir=RunDir(tmp_path / "run"), score=lambda batch, source: None,
+        teachers=[SimpleNamespace(path=path.format(tmp_path), voice=voice)],
+        config=SimpleNamespace(actor_rollout_ref=SimpleNamespace(model=SimpleNamespace(path=str(tmp_path / "own")))),
+    )  # fmt: skip
+    if judged:
+        with pytest.raises(OpsdError, match=r"gate device_identity: 0\.5"):
+            guards.teacher_control(trainer, None)
+    else:
+        guards.teacher_control(trainer, None)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_controls_look_at_rows_that_have_loss_positions(ranks, monkeypatch):
     """The shortest rows of a round may be those of pairs that never replied: a control of these looks at nothing."""
