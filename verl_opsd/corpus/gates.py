@@ -208,13 +208,18 @@ def check(
         )
     spec = Spec(**manifest["spec"])
     verdicts = [files, *check_rows(every, spec, manifest["contract_hashes"], target, rendering)]
-    verdicts += [
-        _manifest_contract(manifest),
-        _evaluation(manifest, target),
-        _tokenizer(manifest, rendering),
-        _counts(manifest, rows),
-        _card(folder, manifest),
-    ]
+    try:
+        verdicts += [
+            _manifest_contract(manifest),
+            _evaluation(manifest, target),
+            _tokenizer(manifest, rendering),
+            _counts(manifest, rows),
+            _card(folder, manifest),
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise OpsdError(
+            f"{folder}: manifest, {type(error).__name__}: {error}", "a manifest is whole", "build the corpus again"
+        ) from error
     if sources is None:
         names = ("recorded", "success", "observation", "rendered_again")
         return [*merged(verdicts), *(Verdict(g, "not run", "the sources were left out") for g in names)]

@@ -218,4 +218,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if missing := [k for k in MANIFEST_KEYS if k not in manifest]:
         raise OpsdError(f"{path} lacks {', '.join(missing)}", "a manifest is whole", "build the corpus again")
+    if not _is_form(manifest):
+        raise OpsdError(
+            f"{path}: files {manifest['files']}, gates {manifest['gates']}",
+            f"a file is one of {', '.join(SPLITS)} with name, rows and sha256, train among them; a gate has gate and verdict",
+            "build the corpus again",
+        )
     return manifest
+
+
+def _is_form(manifest: dict[str, Any]) -> bool:
+    files, gates = manifest["files"], manifest["gates"]
+    if not isinstance(files, dict) or not isinstance(gates, list) or "train" not in files or not set(files) <= set(SPLITS):
+        return False
+    kinds = {"name": str, "rows": int, "sha256": str}
+    named = all(isinstance(e, dict) and all(type(e.get(k)) is kind for k, kind in kinds.items()) for e in files.values())
+    return named and all(isinstance(g, dict) and {"gate", "verdict"} <= g.keys() for g in gates)

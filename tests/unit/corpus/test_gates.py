@@ -229,3 +229,32 @@ def test_a_specification_of_another_version_is_refused(corpus, run, target):
     write_json(corpus / MANIFEST, manifest)
     with pytest.raises(OpsdError, match=r"specification with \['no_such'\]"):
         failed(corpus, run, target)
+
+
+def paths(value, where=()):
+    """Of every key of a manifest, at any depth."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in entries:
+        if isinstance(value, dict):
+            yield (*where, key)
+        yield from paths(below, (*where, key))
+
+
+@pytest.mark.parametrize(
+    "part", ["files", "composition", "spread", "brief_kinds", "evaluation", "sources", "gates", "contract"]
+)
+def test_a_manifest_with_a_key_lost_anywhere_is_told_from_a_bug(part, corpus, run, target):
+    text = (corpus / MANIFEST).read_text()
+    found = list(paths(json.loads(text)[part]))
+    for *above, key in found:
+        manifest = json.loads(text)
+        place = manifest[part]
+        for step in above:
+            place = place[step]
+        del place[key]
+        write_json(corpus / MANIFEST, manifest)
+        try:
+            failed(corpus, run, target)
+        except OpsdError as error:
+            assert "build the corpus again" in str(error) or "contract" in str(error), (above, key, error)
+    assert found
