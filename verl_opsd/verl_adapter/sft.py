@@ -10,6 +10,7 @@ Suffixes: N loss positions.
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,10 +111,21 @@ class SftEngine(OpsdEngine):
         return self.score_passes(passes, [len(p) for p in positions], self._untouched)
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """verl's; an anchor keeps the weights as they were before."""
+        """verl's; an anchor keeps the weights as they were before.
+
+        Raises:
+            OpsdError: a file of the checkpoint is cut off or gone.
+        """
         if self.engine_config.loss.anchor:
             self.keep(self._untouched)
-        super().load_checkpoint(local_path, *args, **kwargs)
+        try:
+            super().load_checkpoint(local_path, *args, **kwargs)
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise OpsdError(
+                f"{local_path}: {error}",
+                "a run goes on from its last checkpoint",
+                "name an earlier step in checkpoints/latest_checkpointed_iteration.txt, or start in another hydra.run.dir",
+            ) from error
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> tuple[Tensor, dict]:
         """One micro-batch; ``loss_function``, verl's own for SFT, names nothing that is not here.

@@ -89,6 +89,20 @@ def test_a_key_that_nothing_reads_or_that_cannot_be_is_refused(key, value, what,
     parse(plain)
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("failed finding central directory"), FileNotFoundError("gone"), EOFError("end")]
+)
+def test_a_checkpoint_that_cannot_be_read_is_named(error, monkeypatch):
+    def load(self, local_path, *args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(SftEngine.__mro__[1], "load_checkpoint", load)
+    engine = SftEngine.__new__(SftEngine)
+    engine.engine_config = OmegaConf.create({"loss": {"anchor": 0.0}})
+    with pytest.raises(OpsdError, match=rf"/run/global_step_4: {error}\n(.|\n)*latest_checkpointed_iteration"):
+        engine.load_checkpoint("/run/global_step_4")
+
+
 @pytest.mark.parametrize("stated", [1, 3])
 def test_rows_that_the_manifest_does_not_count_are_no_corpus(stated, compose, run, tmp_path):
     corpus = make_corpus(tmp_path / "a", [10, 20], [])
