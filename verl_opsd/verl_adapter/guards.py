@@ -234,6 +234,7 @@ def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:
             f"{stats['tensors']} tensors of {stats['dtypes']}, loss {trainer.last_loss:.2e}",
         )
     own = trainer.config.actor_rollout_ref.rollout.name in OWN_BACKENDS
+    late = None if trained else _late_gap(trainer, own)  # before the others: they are of what is served in the end
     sequences, positions = _probes(trainer, batch, PROBE_POSITIONS if own else PROBE_TOKENS)
     group = trainer.actor_rollout_wg
     ours = (group.opsd_logprobs if own else group.opsd_token_logprobs)(sequences, positions)[0]
@@ -249,27 +250,34 @@ def after_publish(trainer: Any, batch: KVBatchMeta | None) -> float:
             kl = sampled_gap(np.concatenate(ours), np.concatenate(theirs))
         require_served(trainer, kl, n, f"{sum(map(len, positions))} positions")
         worst = max(worst, kl)
+    if late is not None:
+        _require_late(trainer, *late)
     if not own:
         _require_followed(trainer, servers, trainer_rounds=stats["compute"] != "float32")
     return worst
 
 
-def late_positions(trainer: Any) -> None:
-    """Compares trainer and server 0, an implementation of its own, at the end of a sequence of ``gates.publish_late_tokens``, at most of the
-    whole context: what differs by an amount that grows with the distance between tokens (rotary frequencies) is nothing at early positions.
+def _late_gap(trainer: Any, own: bool) -> tuple[float, int]:
+    """Divergence in nats of trainer and server 0, an implementation of its own, at the end of a sequence of ``gates.publish_late_tokens``, at most
+    of the whole context, and the length: what differs by an amount that grows with the distance between tokens (rotary frequencies)
+    is nothing at early positions.
 
-    Our own servers are compared as after a publish, on fixed tokens; another server continues them, since it would hold the
-    distributions of a whole prompt in its device's memory if it was asked for the given tokens.
+    Our own servers are compared as after a publish, on fixed tokens. Another server continues them, since it would hold the distributions of a
+    whole prompt in its device's memory if it was asked for given tokens; and it sleeps while the trainer runs, as in every update.
     """
     length = min(trainer.opsd.gates.publish_late_tokens, trainer.opsd.contract.context_length)
     server, positions = servers_of(trainer)[0], list(range(length - LATE_POSITIONS - 1, length - 1))
     ids = _repeated(trainer.tokenizer, length)
-    if trainer.config.actor_rollout_ref.rollout.name in OWN_BACKENDS:
-        kl = _whole_gap(server, [ids], [positions], trainer.actor_rollout_wg.opsd_logprobs([ids], [positions])[0])
-    else:
-        prompt = ids[:-LATE_POSITIONS]
-        reply, theirs = _continued(server, prompt)
-        kl = sampled_gap(trainer.actor_rollout_wg.opsd_token_logprobs([prompt + reply], [positions])[0][0], theirs)
+    if own:
+        return _whole_gap(server, [ids], [positions], trainer.actor_rollout_wg.opsd_logprobs([ids], [positions])[0]), length
+    reply, theirs = _continued(server, ids[:-LATE_POSITIONS])
+    trainer.checkpoint_manager.sleep_replicas()
+    (ours,) = trainer.actor_rollout_wg.opsd_token_logprobs([ids[:-LATE_POSITIONS] + reply], [positions])[0]
+    trainer.checkpoint_manager.update_weights(trainer.global_steps)
+    return sampled_gap(ours, theirs), length
+
+
+def _require_late(trainer: Any, kl: float, length: int) -> None:
     limit = trainer.opsd.gates.publish_kl_max
     trainer.run_dir.require(
         "publish_late",

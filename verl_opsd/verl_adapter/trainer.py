@@ -164,7 +164,6 @@ class OpsdTrainer(PPOTrainerSync):
         super().on_init_end()
         guards.after_publish(self, batch=None)
         rehearsal.rehearse(self)
-        guards.late_positions(self)
         self._samples()  # from here on every device is sampled
 
     def _set_activations(self) -> None:

@@ -84,17 +84,21 @@ def run_of(
         trained.model.rotary_emb.inv_freq = trained.model.rotary_emb.inv_freq.bfloat16().float()
     handle = Server(model, **server)
     monkeypatch.setattr(guards.ray, "get", lambda x, timeout: x)
+    awake = {"server"}  # beside which a long forward may not fit
+    manager = SimpleNamespace(sleep_replicas=awake.clear, update_weights=lambda version: awake.add("server"))
     gates = SimpleNamespace(publish_kl_max=1e-5, publish_late_tokens=2048, publish_follow_min=0.5)
     group = SimpleNamespace(
         opsd_adapter_stats=lambda: [{"tensors": 0, "parameters": 9, "compute": "float32"}],
         opsd_logprobs=lambda s, p: [distributions(trained, s, p)],
-        opsd_token_logprobs=lambda s, p: [token_logprobs(trained, s, p)],
+        opsd_token_logprobs=lambda s, p: [token_logprobs(trained, s, p)] if len(s[0]) < 300 or not awake else [],
     )
     return SimpleNamespace(
         run_dir=RunDir(path),
         opsd=SimpleNamespace(gates=gates, contract=SimpleNamespace(context_length=4096)),
         config=SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(name=backend))),
         actor_rollout_wg=group,
+        checkpoint_manager=manager,
+        awake=awake,
         llm_server_manager=SimpleNamespace(get_replicas=lambda: [SimpleNamespace(_server_handle=handle)]),
         tokenizer=tokenizer,
         global_steps=0,
@@ -106,11 +110,11 @@ def run_of(
 @pytest.mark.parametrize("backend", ["opsd_embedded", "vllm"])
 def test_rounded_frequencies_pass_early_positions_and_fail_late_ones(tmp_path, monkeypatch, student, backend):
     run = run_of(tmp_path, monkeypatch, student, True, backend)
-    assert guards.after_publish(run, None) <= 1e-5
     with pytest.raises(OpsdError, match="publish_late"):
-        guards.late_positions(run)
-    line = json.loads((tmp_path / "evidence.jsonl").read_text().splitlines()[-1])
-    assert line["verdict"] == "fail" and line["value"] > 1e-4  # 20 times the limit or more
+        guards.after_publish(run, None)
+    *_, early, line = map(json.loads, (tmp_path / "evidence.jsonl").read_text().splitlines())
+    assert (early["gate"], early["verdict"], line["verdict"]) == ("publish_kl", "pass", "fail")
+    assert early["value"] <= 1e-5 and line["value"] > 1e-4  # 20 times the limit or more
     assert line["detail"] == "server 0, version 0, the last 64 positions of 2048"
 
 
@@ -118,9 +122,11 @@ def test_rounded_frequencies_pass_early_positions_and_fail_late_ones(tmp_path, m
 def test_the_same_frequencies_pass_to_the_end_of_the_context(tmp_path, monkeypatch, student, backend):
     run = run_of(tmp_path, monkeypatch, student, False, backend)
     run.opsd.contract.context_length = 301
-    guards.late_positions(run)
-    line = json.loads((tmp_path / "evidence.jsonl").read_text())
+    guards.after_publish(run, None)
+    found = map(json.loads, (tmp_path / "evidence.jsonl").read_text().splitlines())
+    (line,) = [v for v in found if v["gate"] == "publish_late"]
     assert line["verdict"] == "pass" and line["value"] < 1e-9 and line["detail"].endswith("64 positions of 301")
+    assert run.awake
     special = set(run.tokenizer.all_special_ids)
     for (
         prompt
@@ -134,4 +140,4 @@ def test_a_server_that_ends_its_reply_early_is_refused(tmp_path, monkeypatch, st
     run = run_of(tmp_path, monkeypatch, student, False, "vllm", drawn=drawn)
     run.opsd.contract.context_length = 100
     with pytest.raises(OpsdError, match=f"drew {drawn} tokens"):
-        guards.late_positions(run)
+        guards.after_publish(run, None)
