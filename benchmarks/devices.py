@@ -142,7 +142,10 @@ def log_probs(side: str, path: str) -> list[float]:
     return logits.float().log_softmax(-1).gather(-1, torch.tensor(ids[1:], device="cuda")[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
 
 
-SHOWN = ("publish_kl", "publish_follow", "device_identity", "identity", "brief_effect", "adapter_bound", "startup:layout")
+SHOWN = (
+    *("publish_kl", "publish_late", "publish_rehearsal", "publish_follow", "device_identity", "identity", "brief_effect"),
+    *("adapter_bound", "startup:layout"),
+)
 
 
 def _version(package: str) -> str:

@@ -103,7 +103,8 @@ class GatesConfig:
     publish_kl_max: float = 1e-6
     identity_end_max: float = 1e-6
     publish_follow_min: float = 0.5
-    publish_rehearsal_max: float = 0.05
+    publish_rehearsal_max: float = 0.1
+    publish_late_max: float = 1e-6
     publish_late_tokens: int = 2048
 
 

@@ -278,7 +278,7 @@ def _late_gap(trainer: Any, own: bool) -> tuple[float, int]:
 
 
 def _require_late(trainer: Any, kl: float, length: int) -> None:
-    limit = trainer.opsd.gates.publish_kl_max
+    limit = trainer.opsd.gates.publish_late_max
     trainer.run_dir.require(
         "publish_late",
         kl,

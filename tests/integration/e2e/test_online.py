@@ -134,6 +134,8 @@ def test_controls_and_guards_are_recorded(online):
     published = evidence(run, "publish_kl")
     assert [f"version {v}," in g["detail"] for v, g in enumerate(published)] == [True] * (ROUNDS + 1)
     assert all(g["verdict"] == "pass" and 0 <= g["value"] <= g["threshold"] == 1e-6 for g in published)
+    (late,) = evidence(run, "publish_late")
+    assert late["verdict"] == "pass" and 0 <= late["value"] <= late["threshold"] == 1e-6 and "of 2048" in late["detail"]
     adapters = [g["value"] for g in evidence(run, "adapter_non_zero")]
     assert len(adapters) == ROUNDS and 0 < adapters[0] != adapters[1] > 0
     startup = [json.loads(x) for x in (run / "evidence.jsonl").read_text().splitlines()]

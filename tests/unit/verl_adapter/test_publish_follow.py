@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir
@@ -134,3 +135,18 @@ def test_where_both_round_a_server_that_did_not_change_at_all_fails_at_once(tmp_
     run.publish(0)
     with pytest.raises(OpsdError, match="publish_follow"):
         run.publish(1)
+
+
+def test_another_server_is_compared_at_every_loss_position_of_the_prefix(monkeypatch):
+    """Rows of 3000, 40 and 50 tokens: two are looked at, the first up to token 2047; whole distributions at 16 positions each."""
+    rows = [(3000, range(100, 2999, 3)), (40, range(10, 39)), (50, range(5))]
+    data = {
+        "input_ids": torch.nested.as_nested_tensor([torch.arange(n) for n, _ in rows], layout=torch.jagged),
+        "opsd_position": torch.nested.as_nested_tensor([torch.tensor(list(p)) for _, p in rows], layout=torch.jagged),
+    }
+    monkeypatch.setattr(guards.tq, "kv_batch_get", lambda **kwargs: data)
+    batch = SimpleNamespace(keys=[], partition_id="train")
+    sequences, positions = guards._probes(None, batch, guards.PROBE_TOKENS)
+    assert positions == [list(range(100, 2047, 3)), list(range(10, 39))]
+    assert sequences == [list(range(positions[0][-1] + 2)), list(range(40))] and len(sequences[0]) <= 2048
+    assert guards._probes(None, batch, guards.PROBE_POSITIONS)[1] == [list(range(100, 148, 3)), list(range(10, 26))]

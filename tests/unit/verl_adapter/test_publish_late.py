@@ -86,7 +86,7 @@ def run_of(
     monkeypatch.setattr(guards.ray, "get", lambda x, timeout: x)
     awake = {"server"}  # beside which a long forward may not fit
     manager = SimpleNamespace(sleep_replicas=awake.clear, update_weights=lambda version: awake.add("server"))
-    gates = SimpleNamespace(publish_kl_max=1e-5, publish_late_tokens=2048, publish_follow_min=0.5)
+    gates = SimpleNamespace(publish_kl_max=1e-5, publish_late_max=2e-5, publish_late_tokens=2048, publish_follow_min=0.5)
     group = SimpleNamespace(
         opsd_adapter_stats=lambda: [{"tensors": 0, "parameters": 9, "compute": "float32"}],
         opsd_logprobs=lambda s, p: [distributions(trained, s, p)],
@@ -114,7 +114,7 @@ def test_rounded_frequencies_pass_early_positions_and_fail_late_ones(tmp_path, m
         guards.after_publish(run, None)
     *_, early, line = map(json.loads, (tmp_path / "evidence.jsonl").read_text().splitlines())
     assert (early["gate"], early["verdict"], line["verdict"]) == ("publish_kl", "pass", "fail")
-    assert early["value"] <= 1e-5 and line["value"] > 1e-4  # 20 times the limit or more
+    assert early["value"] <= 1e-5 and line["value"] > 1e-4 and line["threshold"] == 2e-5
     assert line["detail"] == "server 0, version 0, the last 64 positions of 2048"
 
 

@@ -43,7 +43,7 @@ class Run:
         self.scales, self.slept = [], 0
         self.served = [np.full(PARTS, 0.001) for _ in bound]
         self.run_dir, self.global_steps, self.tokenizer = RunDir(path), 3, range(1000)
-        gates = SimpleNamespace(publish_kl_max=1e-2, publish_rehearsal_max=0.05)
+        gates = SimpleNamespace(publish_kl_max=1e-2, publish_rehearsal_max=0.1)
         self.opsd = SimpleNamespace(gates=gates)
         self.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(name=backend)))
         stats = {"tensors": 2 * PARTS if rank else 0, "compute": "bfloat16" if rounding else "float32"}
