@@ -50,7 +50,9 @@ def test_every_row_of_the_benchmark_is_looked_at() -> None:
     two = {(f"{side} of two", n) for side in ("student", "teacher") for n in (32768, 131072)}
     assert {(side, n) for n, side, *_ in ROWS} == {(side, n) for side in ("student", "teacher") for n in contexts} | two
     today = [(side, n) for n, side, *_, note in ROWS if EARLIER not in note]
-    assert sorted(today) == [("student", n) for n in (32768, 32768, 65536, 131072)] + [("teacher", n) for n in (32768, 32768, 65536)]
+    assert sorted(today) == [("student", n) for n in (32768, 32768, 65536, 131072)] + [
+        ("teacher", n) for n in (32768, 32768, 65536)
+    ]
 
 
 @pytest.mark.parametrize(("context", "side", "seconds", "peak", "note"), ROWS, ids=[f"{r[1]}-{r[0]}" for r in ROWS])
