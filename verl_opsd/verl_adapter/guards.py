@@ -434,16 +434,14 @@ def _require_followed(trainer: Any, servers: list[Any], trainer_rounds: bool) ->
             share, error = share_of_move(moved, new - old, rounding)
             if trainer_rounds and not (new - old).any() and np.count_nonzero(moved) > moved.size / 2:
                 share, error = 0.0, 0.0  # rounding alone would have changed some of them
-            told = told and error <= FOLLOW_ERROR
-            trainer.run_dir.require(
-                "publish_follow",
-                share,
-                least,
-                share >= least or error > FOLLOW_ERROR,
-                "the rollout server did not take over the trained adapter",
-                f"server {n}, version {trainer.global_steps}, standard error {error:.3f}"
-                + ("" if error <= FOLLOW_ERROR else ": too small a move to tell, measured again with the next version's"),
-            )
+            detail = f"server {n}, version {trainer.global_steps}, standard error {error:.3f}"
+            if error > FOLLOW_ERROR:
+                told = False
+                again = f"{detail}: too small a move to tell, measured again with the next version's"
+                trainer.run_dir.evidence("publish_follow", share, least, None, again)
+                continue
+            stale = "the rollout server did not take over the trained adapter"
+            trainer.run_dir.require("publish_follow", share, least, share >= least, stale, detail)
     if told:
         trainer.followed = now
 
