@@ -407,10 +407,14 @@ def share_of_move(ours: np.ndarray, theirs: np.ndarray, rounding: float = 0.0) -
     return slope * square / signal, error * square / signal
 
 
+def _fixed_tokens(trainer: Any, count: int) -> list[int]:
+    size = len(trainer.tokenizer)
+    return [(7919 * i + 13) % size for i in range(count)]
+
+
 def fixed_probe(trainer: Any, servers: list[Any]) -> Followed:
     """Log-probabilities of ``FOLLOW_TOKENS`` fixed tokens now."""
-    size = len(trainer.tokenizer)
-    ids = [(7919 * i + 13) % size for i in range(FOLLOW_TOKENS)]
+    ids = _fixed_tokens(trainer, FOLLOW_TOKENS)
     (ours,) = trainer.actor_rollout_wg.opsd_token_logprobs([ids], [list(range(FOLLOW_TOKENS - 1))])[0]
     return Followed(ours, [_given_logprobs(s, ids) for s in servers])
 
@@ -449,9 +453,7 @@ def _require_followed(trainer: Any, servers: list[Any], trainer_rounds: bool) ->
 def _probes(trainer: Any, batch: KVBatchMeta | None, most: int) -> tuple[list[list[int]], list[list[int]]]:
     """Token sequences and predicting positions: of this round's rows, at most ``most`` a row, or a fixed pseudo-random one at start-up."""
     if batch is None:
-        size = len(trainer.tokenizer)
-        ids = [(7919 * i + 13) % size for i in range(64)]
-        return [ids], [list(range(63))]
+        return [_fixed_tokens(trainer, 64)], [list(range(63))]
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids", "opsd_position"])
     sequences: list[list[int]] = []
     positions: list[list[int]] = []
