@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,16 @@ def pool(
     return TeacherPool(name, torch.bfloat16, lambda slot: make.remote(path, "bfloat16", name, *more), replicas, ranks)
 
 
+@asynccontextmanager
+async def loaded(*pools: TeacherPool) -> AsyncIterator[None]:
+    try:
+        await asyncio.gather(*(p.load() for p in pools))
+        yield
+    finally:
+        for p in pools:
+            await p.close()
+
+
 def distance(a: list[Tensor], b: list[Tensor]) -> float:
     """Largest relative difference of a row's hidden states."""
     return max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(a, b, strict=True))
@@ -105,8 +116,8 @@ def test_another_process_is_below_the_bf16_floor(paths: list[str]) -> None:
 
     async def run() -> list[Tensor]:
         one = pool(paths[0])
-        await one.load()
-        return await one.score(rows)
+        async with loaded(one):
+            return await one.score(rows)
 
     error, limit = distance(asyncio.run(run()), in_process(paths[0], rows)), floor(paths[0], rows)
     print(f"another process: relative difference {error:.2e}, bf16 floor {limit:.2e}")
@@ -119,8 +130,8 @@ def test_a_worker_that_is_killed_loses_nothing(paths: list[str], tmp_path: Path)
 
     async def run() -> tuple[list[Tensor], int]:
         one = pool(paths[0], "t", 1, 1, Killed, str(flag))
-        await one.load()
-        return await one.score(rows), one.restarts
+        async with loaded(one):
+            return await one.score(rows), one.restarts
 
     got, restarts = asyncio.run(run())
     assert restarts == 1 and distance(got, in_process(paths[0], rows)) <= floor(paths[0], rows)
@@ -132,17 +143,17 @@ def test_two_teachers_on_two_devices_run_at_once(paths: list[str]) -> None:
 
     async def run() -> tuple[list[float], float, list[list[Tensor]]]:
         both = [pool(path, f"t{n}") for n, path in enumerate(paths)]
-        await asyncio.gather(*(p.load() for p in both))
-        for p in both:
-            await p.score(rows[:2])  # warm
-        alone = []
-        for p in both:
+        async with loaded(*both):
+            for p in both:
+                await p.score(rows[:2])  # warm
+            alone = []
+            for p in both:
+                began = time.monotonic()
+                await p.score(rows)
+                alone.append(time.monotonic() - began)
             began = time.monotonic()
-            await p.score(rows)
-            alone.append(time.monotonic() - began)
-        began = time.monotonic()
-        got = await asyncio.gather(*(p.score(rows) for p in both))
-        return alone, time.monotonic() - began, got
+            got = await asyncio.gather(*(p.score(rows) for p in both))
+            return alone, time.monotonic() - began, got
 
     alone, together, got = asyncio.run(run())
     print(f"alone {alone[0]:.2f} s and {alone[1]:.2f} s, at once {together:.2f} s")
@@ -157,8 +168,8 @@ def test_one_teacher_over_two_devices(paths: list[str]) -> None:
 
     async def run() -> list[Tensor]:
         sharded = pool(paths[1], "t", 1, 2)
-        await sharded.load()
-        return await sharded.score(rows)
+        async with loaded(sharded):
+            return await sharded.score(rows)
 
     error, limit = distance(asyncio.run(run()), in_process(paths[1], rows)), floor(paths[1], rows)
     print(f"FSDP2 over two devices: relative difference {error:.2e}, bf16 floor {limit:.2e}")

@@ -130,6 +130,12 @@ class ServerTeacher:
         self.found = Capabilities(model["id"], None if length is None else int(length), error, logprobs_P)
         return self.found
 
+    async def close(self) -> None:
+        """Ends the connections; :meth:`probe` opens new ones."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
     def check(self, passes: Sequence[Pass]) -> None:
         """
         Raises:

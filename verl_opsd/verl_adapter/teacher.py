@@ -11,7 +11,7 @@ import heapq
 import itertools
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -101,6 +101,22 @@ class TeacherWorker:
         return hidden_NH
 
 
+class TeacherClosed(OpsdError):
+    """A teacher was asked after its end, or had not scored a row by then.
+
+    Args:
+        waiting: rows that were not scored when it was closed.
+    """
+
+    def __init__(self, name: str, waiting: int):
+        super().__init__(
+            f"teacher {name} is closed; {waiting} rows were waiting for it",
+            "a teacher scores between its start and the end of the run's services",
+            "close it after everything that scores has ended",
+        )
+        self.args = (name, waiting)  # how it is made again where it is unpickled
+
+
 @dataclass
 class _Replica:
     """Workers that hold one copy of the model together. ``generation`` counts how often they were started."""
@@ -122,7 +138,7 @@ class _Job:
 
 class TeacherPool:
     """One queue in front of all replicas, a bounded number of rows in flight. A replica of which a worker dies is started again once, and
-    what it had is scored again. Everything happens in one event loop.
+    what it had is scored again. Everything happens in one event loop, which ends after :meth:`close`.
 
     Attributes:
         name: ``Signal.head_id`` of the signal.
@@ -152,8 +168,11 @@ class TeacherPool:
         self._start, self._ranks, self._count = start, ranks, replicas
         self._start_timeout_s, self._score_timeout_s = start_timeout_s, score_timeout_s
         self._waiting: list[_Job] = []
+        self._open: dict[int, _Job] = {}  # by the job's own number: waiting, under way, or on its way back after a death
         self._numbers = itertools.count()
         self._failure: Exception | None = None
+        self._replicas: list[_Replica] = []
+        self._lanes: list[asyncio.Task[None]] = []
 
     async def load(self) -> None:
         """Starts all workers and compares them.
@@ -162,13 +181,31 @@ class TeacherPool:
             OpsdError: the model is refused (:class:`DeviceTeacher`).
             InfraFault: ``teacher_died`` or ``teacher_timeout`` while loading.
         """
+        self._require_alive()
         self._there = asyncio.Condition()
         self._replicas = [_Replica(n, self._slots(n)) for n in range(self._count)]
         loaded = [fact for facts in await asyncio.gather(*map(self._load, self._replicas)) for fact in facts]
         self.facts: TeacherFacts = loaded[0]
         self.head_error = max(f.head_error for f in loaded)
         self.spread = max(self._distance(f.probe_PH) for f in loaded)
+        self._require_alive()
         self._lanes = [asyncio.create_task(self._lane(r)) for _ in range(IN_FLIGHT) for r in self._replicas]
+
+    async def close(self) -> None:
+        """Ends the lanes and the workers; rows that were not scored by then raise. Once is enough, more does no harm."""
+        if not isinstance(self._failure, TeacherClosed):
+            self._failure = TeacherClosed(self.name, len(self._open))
+        for lane in self._lanes:
+            lane.cancel()
+        await asyncio.gather(*self._lanes, return_exceptions=True)
+        self._fail(self._failure, [*self._open.values()])  # those that lanes had taken, too
+        for replica in self._replicas:
+            for worker in replica.workers:
+                ray.kill(worker, no_restart=True)
+
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     @property
     def counts(self) -> dict[str, int]:
@@ -187,6 +224,7 @@ class TeacherPool:
 
     async def head_weight(self) -> Tensor:
         """[V, H] the vocabulary weight in the teacher's dtype."""
+        self._require_alive()
         ref = self._replicas[0].workers[0].head_weight.remote()
         return (await self._wait([ref], self._start_timeout_s, "sending its head"))[0]
 
@@ -214,8 +252,9 @@ class TeacherPool:
 
         Raises:
             InfraFault: ``teacher_died``: a replica's second death; ``teacher_timeout``: a call was not finished in time.
-            OpsdError: a row that can't be scored.
+            OpsdError: a row that can't be scored; :class:`TeacherClosed`: after :meth:`close`, or before its end.
         """
+        self._require_alive()
         for passes in rows:
             slots_of(passes)
             check_passes(passes, self.name, self.facts.limit, self.facts.vocabulary)
@@ -225,21 +264,30 @@ class TeacherPool:
             if passes:
                 order = (call, -sum(len(p.ids_T) for p in passes), i)
                 jobs[i] = _Job(order, [_portable(p) for p in passes], loop.create_future())
-        if self._failure is not None:
-            raise self._failure
-        await self._put(jobs.values())
-        await asyncio.gather(*(j.done for j in jobs.values()))
+        async with self._there:
+            self._require_alive()  # nobody would take what is put behind a failure
+            own = {id(j): j for j in jobs.values()}
+            self._open |= own
+            self._push(own.values())
+        try:
+            await asyncio.gather(*(j.done for j in jobs.values()))
+        finally:
+            for key in own:
+                del self._open[key]
         nothing = torch.empty(0, self.voice.width, dtype=self.voice.dtype)
         return [jobs[i].done.result() if i in jobs else nothing for i in range(len(rows))]
 
-    async def _put(self, jobs: Any) -> None:
+    async def _put(self, jobs: Iterable[_Job]) -> None:
         async with self._there:
-            for job in jobs:
-                heapq.heappush(self._waiting, job)
-            self._there.notify_all()
+            self._push(jobs)
+
+    def _push(self, jobs: Iterable[_Job]) -> None:
+        for job in jobs:
+            heapq.heappush(self._waiting, job)
+        self._there.notify_all()
 
     async def _lane(self, replica: _Replica) -> None:
-        """Keeps one call under way at a replica, for ever."""
+        """Keeps one call under way at a replica, until :meth:`close`."""
         while True:
             async with self._there:
                 await self._there.wait_for(lambda: self._waiting and not replica.lock.locked())  # not while it starts again
@@ -326,6 +374,7 @@ class TeacherPool:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         death = next((e for e in errors if isinstance(e, (RayActorError, OutOfMemoryError))), None)
         if death is not None and died:
             raise self._died(doing, death) from death

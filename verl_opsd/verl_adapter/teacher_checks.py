@@ -121,7 +121,14 @@ def server_length(opsd: OpsdConfig, name: str, model: ModelTeacher, vocabulary: 
 
     assert model.url is not None and model.path is not None
     teacher = ServerTeacher(model.url, model.path, name, opsd.loss.top_k or 0, vocabulary, model.requests)
-    length = asyncio.run(teacher.probe()).max_length
+
+    async def ask() -> int | None:
+        try:
+            return (await teacher.probe()).max_length
+        finally:
+            await teacher.close()
+
+    length = asyncio.run(ask())
     return None if length is None else length - 1
 
 

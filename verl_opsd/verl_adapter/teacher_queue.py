@@ -7,12 +7,14 @@ It holds the teacher's pool of workers or its server, and the cache. Rows go in 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayActorError
 from torch import Tensor
 
 from verl_opsd.config import OpsdConfig
@@ -24,10 +26,12 @@ from verl_opsd.teachers.base import Pass, Voice, common, on_the_wire
 from verl_opsd.teachers.cache import SignalCache, TeacherKey, revision_of
 from verl_opsd.teachers.server import ServerTeacher
 from verl_opsd.verl_adapter.routes import models_of
-from verl_opsd.verl_adapter.teacher import TeacherPool, TeacherWorker
+from verl_opsd.verl_adapter.teacher import TeacherClosed, TeacherPool, TeacherWorker
 
 #: Name of verl's resource pools that hold the workers' device slots.
 POOL = "opsd_teacher"
+#: Seconds that ending all teachers may take.
+CLOSE_TIMEOUT_S = 30.0
 
 
 class ServerPool:
@@ -38,6 +42,8 @@ class ServerPool:
 
     def __init__(self, teacher: ServerTeacher):
         self._teacher = teacher
+        self._under_way: dict[asyncio.Future[Any], int] = {}
+        self._closed: TeacherClosed | None = None
 
     async def load(self) -> None:
         """Probes the server (``ServerTeacher.probe``)."""
@@ -64,7 +70,25 @@ class ServerPool:
 
     async def score(self, rows: Sequence[Sequence[Pass]]) -> list[Tensor]:
         """See :meth:`TeacherPool.score`; packed support signals."""
-        return [self.voice.pack(s) for s in await asyncio.gather(*map(self._teacher.score, rows))]
+        if self._closed is not None:
+            raise self._closed
+        work = asyncio.gather(*map(self._teacher.score, rows))
+        self._under_way[work] = len(rows)
+        try:
+            return [self.voice.pack(s) for s in await work]
+        except asyncio.CancelledError:
+            raise self._closed or asyncio.CancelledError from None
+        finally:
+            del self._under_way[work]
+
+    async def close(self) -> None:
+        """Ends requests and connections. The server is another's and runs on."""
+        self._closed = self._closed or TeacherClosed(self._teacher.name, sum(self._under_way.values()))
+        work = list(self._under_way)
+        for calls in work:
+            calls.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        await self._teacher.close()
 
 
 @dataclass(frozen=True)
@@ -135,6 +159,10 @@ class TeacherQueue:
         """Of each worker (``TeacherPool.samples``)."""
         found: list[list[Sample]] = await self._pool.samples()
         return found
+
+    async def close(self) -> None:
+        """See :meth:`TeacherPool.close`."""
+        await self._pool.close()
 
     async def report(self) -> dict[str, int]:
         """Counts for a stage's manifest."""
@@ -210,6 +238,17 @@ def start_teachers(opsd: OpsdConfig, slots: dict[str, Any], vocabulary: int, tok
         actors.append(actor.remote(pool, key if model.cache else None))
     facts = ray.get([a.load.remote() for a in actors])
     return [TeacherHandle(n, str(m.path), a, f) for (n, m), a, f in zip(models_of(opsd).items(), actors, facts, strict=True)]
+
+
+def close_teachers(teachers: Sequence[TeacherHandle]) -> None:
+    """Ends every teacher of a run; a queue that has died has nothing left to end. What takes too long is said, and ends with Ray."""
+    calls = {t.actor.close.remote(): t.name for t in teachers}
+    ended, left = ray.wait(list(calls), num_returns=len(calls), timeout=CLOSE_TIMEOUT_S) if calls else ([], [])
+    for ref in ended:
+        with contextlib.suppress(RayActorError):
+            ray.get(ref)
+    if left:
+        print(f"warning: teacher {', '.join(calls[r] for r in left)} did not end in {CLOSE_TIMEOUT_S:g} s", flush=True)
 
 
 def _server_pool(opsd: OpsdConfig, name: str, model: ModelTeacher, vocabulary: int) -> ServerPool:

@@ -52,7 +52,7 @@ from verl_opsd.verl_adapter.passes import by_row, jagged, own_passes, rows_of, v
 from verl_opsd.verl_adapter.reduce import micro_batch_rows, update_groups, with_coefficients, with_rewards
 from verl_opsd.verl_adapter.requirements import vocabulary_rows
 from verl_opsd.verl_adapter.routes import models_of
-from verl_opsd.verl_adapter.teacher_queue import TeacherHandle, pools_of, score_rows, start_teachers
+from verl_opsd.verl_adapter.teacher_queue import TeacherHandle, close_teachers, pools_of, score_rows, start_teachers
 from verl_opsd.verl_adapter.updates import mask_at_collection, rewards_of, rows_in_queue
 from verl_opsd.verl_adapter.watch import ActorWatch, queue_actors
 from verl_opsd.verl_adapter.worker import OpsdWorker
@@ -208,11 +208,14 @@ class OpsdTrainer(PPOTrainerSync):
         )
         with self.run_dir.stage(0, "start", started=self.run_dir.started()):
             pass  # it ends here: workers run, models are loaded, start-up checks have passed
-        with (
-            self.ranks.naming(lambda: f" in round {self.global_steps}"),
-            self.queue.interrupting(lambda: f" in round {self.global_steps}"),
-        ):
-            super().fit(agent_loop_manager)
+        try:
+            with (
+                self.ranks.naming(lambda: f" in round {self.global_steps}"),
+                self.queue.interrupting(lambda: f" in round {self.global_steps}"),
+            ):
+                super().fit(agent_loop_manager)
+        finally:
+            close_teachers(self.teachers)
         if self.config.trainer.save_freq <= 0 and not self.config.trainer.val_only:
             self._export_adapter(self.total_training_steps)
         check_tasks_unchanged(self.run_dir)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import pickle
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from verl_opsd.errors import InfraFault, OpsdError
 from verl_opsd.models.tiny import make_tiny
 from verl_opsd.teachers.base import Pass, Voice
 from verl_opsd.teachers.device import DeviceTeacher
-from verl_opsd.verl_adapter.teacher import TeacherFacts, TeacherPool, TeacherWorker
+from verl_opsd.verl_adapter.teacher import TeacherClosed, TeacherFacts, TeacherPool, TeacherWorker
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,6 +50,8 @@ class Recording(TeacherWorker):
     def load(self, *where: Any) -> TeacherFacts:
         with (self._folder / "loads").open("a") as f:
             f.write(f"{self._slot}\n")
+        if (self._folder / f"slow{self._slot}").exists():
+            time.sleep(60)
         facts = super().load(*where)
         if (self._folder / f"differs{self._slot}").exists():
             facts = dataclasses.replace(facts, probe_PH=facts.probe_PH * 1.01)
@@ -97,9 +100,23 @@ class Blocking:
     def score(self, rows: list) -> list[Tensor]:
         return self.wait(self.pool.score(rows))
 
+    def close(self) -> None:
+        self.wait(self.pool.close())
+        assert asyncio.all_tasks(self._loop) == set()  # nothing of the pool is left behind, whatever had happened to it
+        self._loop.close()
 
-def pool_of(path: str, folder: Path, replicas: int, **kwargs: Any) -> Blocking:
-    return Blocking(path, folder, replicas, **kwargs)
+
+@pytest.fixture
+def pool_of(path: str, tmp_path: Path) -> Iterator[Callable[..., Blocking]]:
+    made: list[Blocking] = []
+
+    def make(replicas: int, **kwargs: Any) -> Blocking:
+        made.append(Blocking(path, tmp_path, replicas, **kwargs))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
 
 
 def rows_of(n: int) -> list[list[Pass]]:
@@ -124,9 +141,9 @@ def assert_equal_to_in_process(path: str, rows: list[list[Pass]], got: list[Tens
             assert float((hidden - want).norm() / want.norm()) < 1e-6
 
 
-def test_life_of_a_pool(path: str, tmp_path: Path) -> None:
+def test_life_of_a_pool(path: str, tmp_path: Path, pool_of: Callable[..., Blocking]) -> None:
     """Equal to in-process; a refusal passes through; a worker that is killed loses nothing; a slot's second death stops."""
-    pool = pool_of(path, tmp_path, 2)
+    pool = pool_of(2)
     rows = rows_of(8)
     assert_equal_to_in_process(path, rows, pool.score(rows))
     assert pool.score([]) == [] and [tuple(h.shape) for h in pool.score([[], []])] == [(0, 96), (0, 96)]
@@ -155,17 +172,17 @@ def test_life_of_a_pool(path: str, tmp_path: Path) -> None:
     assert caught.value.kind == "teacher_died"
 
 
-def test_worker_that_comes_back_different_is_refused(path: str, tmp_path: Path) -> None:
-    pool = pool_of(path, tmp_path, 1)
+def test_worker_that_comes_back_different_is_refused(path: str, tmp_path: Path, pool_of: Callable[..., Blocking]) -> None:
+    pool = pool_of(1)
     (tmp_path / "kill0-4").write_text("1")
     (tmp_path / "differs0").touch()
     with pytest.raises(OpsdError, match=r"started again differs by 0\.01"):
         pool.score(rows_of(6))
 
 
-def test_workers_that_differ_or_hang_are_seen(path: str, tmp_path: Path) -> None:
+def test_workers_that_differ_or_hang_are_seen(path: str, tmp_path: Path, pool_of: Callable[..., Blocking]) -> None:
     (tmp_path / "differs1").touch()
-    pool = pool_of(path, tmp_path, 2, score_timeout_s=3.0)
+    pool = pool_of(2, score_timeout_s=3.0)
     assert pool.pool.spread == pytest.approx(0.01, rel=1e-2) and pool.pool.spread > pool.pool.tolerance
     (tmp_path / "hang0").touch(), (tmp_path / "hang1").touch()
     with pytest.raises(InfraFault, match="more than 3 s") as caught:
@@ -176,9 +193,9 @@ def test_workers_that_differ_or_hang_are_seen(path: str, tmp_path: Path) -> None
         pool.score(rows_of(9))
 
 
-def test_rows_of_calls_that_overlap_are_dealt_as_they_come(path: str, tmp_path: Path) -> None:
+def test_rows_of_calls_that_overlap_are_dealt_as_they_come(path: str, tmp_path: Path, pool_of: Callable[..., Blocking]) -> None:
     """Each episode is a call of its own: it is scored while others run, in the order of calls, and no row twice."""
-    pool = pool_of(path, tmp_path, 1)
+    pool = pool_of(1)
     rows = rows_of(8)
 
     async def one(row: int, after: float) -> list[Tensor]:
@@ -193,9 +210,9 @@ def test_rows_of_calls_that_overlap_are_dealt_as_they_come(path: str, tmp_path: 
     assert [line.split()[1] for line in (tmp_path / "rows").read_text().splitlines()] == ["4", "0", "7", "5"]
 
 
-def test_a_model_on_two_ranks(path: str, tmp_path: Path) -> None:
+def test_a_model_on_two_ranks(path: str, tmp_path: Path, pool_of: Callable[..., Blocking]) -> None:
     """FSDP2 over gloo: equal to one process, rows of unequal passes, a rank that is killed in the middle, and its second death."""
-    pool = pool_of(path, tmp_path, 1, ranks=2)
+    pool = pool_of(1, ranks=2)
     rows = rows_of(7)
     assert_equal_to_in_process(path, rows, pool.score(rows))
     begun = [line.split() for line in (tmp_path / "rows").read_text().splitlines()]
@@ -206,3 +223,59 @@ def test_a_model_on_two_ranks(path: str, tmp_path: Path) -> None:
     (tmp_path / "kill1-5").write_text("1"), (tmp_path / "kill0-5").write_text("1")
     assert_equal_to_in_process(path, rows, pool.score(rows))
     assert pool.pool.restarts == 1 and sorted((tmp_path / "loads").read_text().split()) == ["0", "0", "1", "1"]
+
+
+def test_a_closed_pool_scores_nothing_and_leaves_nothing(path: str, tmp_path: Path, pool_of: Callable[..., Blocking]) -> None:
+    """Whatever the rows were doing: under way at a replica, waiting behind it, or on their way back from a worker that died."""
+    pool = pool_of(1)
+    workers = [w for r in pool.pool._replicas for w in r.workers]
+    (tmp_path / "hang0").touch()
+
+    async def while_it_scores() -> list[Any]:
+        calls = [asyncio.ensure_future(pool.pool.score([row])) for row in rows_of(7) if row]
+        while not (tmp_path / "rows").exists():
+            await asyncio.sleep(0.02)
+        assert not any(c.done() for c in calls)
+        await asyncio.gather(pool.pool.close(), pool.pool.close())  # more than once, and at a time
+        ended = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 5)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return ended
+
+    ended = pool.wait(while_it_scores())
+    assert [type(e) for e in ended] == [TeacherClosed] * 6 and "teacher t is closed; 6 rows" in str(ended[0])
+    for ask in (pool.pool.score(rows_of(1)), pool.pool.score([]), pool.pool.head_weight(), pool.pool.load()):
+        with pytest.raises(TeacherClosed, match="after everything that scores has ended"):
+            pool.wait(ask)
+    assert pool.wait(pool.pool.samples()) == [[]]
+    with pytest.raises(ray.exceptions.RayActorError):  # the device is free again
+        ray.get(workers[0].samples.remote(), timeout=10)
+
+
+def test_closed_while_a_worker_starts_again(path: str, tmp_path: Path, pool_of: Callable[..., Blocking]) -> None:
+    pool = pool_of(1)
+    (tmp_path / "kill0-0").write_text("1"), (tmp_path / "slow0").touch()
+
+    async def while_it_starts() -> Any:
+        call = asyncio.ensure_future(pool.pool.score(rows_of(2)))
+        while (tmp_path / "loads").read_text().split() != ["0", "0"]:
+            await asyncio.sleep(0.02)
+        await pool.pool.close()
+        return await asyncio.wait_for(asyncio.gather(call, return_exceptions=True), 5)
+
+    (ended,) = pool.wait(while_it_starts())
+    assert isinstance(ended, TeacherClosed) and pool.pool.restarts == 0
+
+
+def test_a_pool_that_never_loaded_closes(path: str) -> None:
+    async def run() -> None:
+        pool = TeacherPool("t", torch.float32, lambda slot: None, 2)
+        await pool.close()
+        with pytest.raises(TeacherClosed):
+            await pool.load()
+
+    asyncio.run(run())
+
+
+def test_its_error_crosses_processes() -> None:
+    error = pickle.loads(pickle.dumps(TeacherClosed("big", 3)))
+    assert isinstance(error, TeacherClosed) and str(error) == str(TeacherClosed("big", 3)) and "teacher big" in str(error)

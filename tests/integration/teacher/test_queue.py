@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -148,8 +149,9 @@ def test_two_teachers_score_their_own_rows(local_ray: None, models: dict[str, st
     from verl.utils.transferqueue_utils import _meta_to_realdata
 
     from verl_opsd.verl_adapter.passes import jagged
+    from verl_opsd.verl_adapter.teacher import TeacherClosed
     from verl_opsd.verl_adapter.teacher_client import TeacherClient
-    from verl_opsd.verl_adapter.teacher_queue import pools_of, start_teachers
+    from verl_opsd.verl_adapter.teacher_queue import close_teachers, pools_of, start_teachers
     from verl_opsd.verl_adapter.trainer import OpsdTrainer
 
     opsd = config(models, url)
@@ -183,3 +185,87 @@ def test_two_teachers_score_their_own_rows(local_ray: None, models: dict[str, st
     cleared = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=["opsd_signal"])["opsd_signal"].unbind()
     assert [tuple(s.shape) for s in cleared] == [(3, 96), (0, 96), (2, 96), (0, 96)]
     tq.close()
+
+    for _ in range(2):
+        close_teachers(teachers)
+    for t in teachers:
+        with pytest.raises(TeacherClosed, match=f"teacher {t.name} is closed"):
+            ray.get(t.actor.score.remote([[Pass(0, torch.tensor([0]), torch.tensor([5, 6, 7]), torch.tensor([1]))]]))
+    ray.kill(teachers[0].actor)
+    close_teachers(teachers)  # one that has died has nothing left to end
+
+
+def test_a_closed_server_teacher_leaves_no_request() -> None:
+    """Requests under way, waiting for their turn and waiting to be sent again."""
+    from verl_opsd.verl_adapter.teacher import TeacherClosed
+    from verl_opsd.verl_adapter.teacher_queue import ServerPool
+
+    asked, probing = 0, True
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal asked
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        asked += 1
+        if not probing and asked == 1:
+            return httpx.Response(500)
+        if not probing:
+            await asyncio.sleep(60)
+        ids = json.loads(request.content)["prompt"]
+        entries = [None, *({str(i): {"logprob": -1.0 - n / 9}} for n, i in enumerate(ids[1:]))]
+        return httpx.Response(200, json={"choices": [{"prompt_logprobs": entries}]})
+
+    async def run() -> list[Any]:
+        nonlocal asked, probing
+        client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+        pool = ServerPool(ServerTeacher("http://x", "m", "small", 0, V, requests=2, client=client))
+        await pool.load()
+        asked, probing = 0, False
+        row = [Pass(0, torch.tensor([0]), torch.tensor([5, 6, 7]), torch.tensor([1]))]
+        calls = [asyncio.ensure_future(pool.score([row, row])) for _ in range(3)]
+        while asked < 3:
+            await asyncio.sleep(0.01)
+        await pool.close()
+        await pool.close()
+        ended = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 5)
+        assert client.is_closed and asyncio.all_tasks() == {asyncio.current_task()}
+        with pytest.raises(TeacherClosed):
+            await pool.score([])
+        return ended
+
+    assert [str(e).splitlines()[0] for e in asyncio.run(run())] == ["teacher small is closed; 6 rows were waiting for it"] * 3
+
+
+@pytest.mark.parametrize("fault", [None, RuntimeError("of the run")])
+def test_a_run_ends_its_teachers_however_it_ends(fault: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from contextlib import nullcontext
+
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+    from verl_opsd.verl_adapter import trainer
+
+    said: list[Any] = []
+
+    def fit(self: Any, manager: Any) -> None:
+        said.append("fit")
+        if fault is not None:
+            raise fault
+
+    nothing = SimpleNamespace(naming=lambda doing: nullcontext(), interrupting=lambda doing: nullcontext())
+    monkeypatch.setattr(PPOTrainerSync, "fit", fit)
+    monkeypatch.setattr(trainer, "ActorWatch", lambda *a: nothing)
+    monkeypatch.setattr(trainer, "queue_actors", list)
+    monkeypatch.setattr(trainer, "close_teachers", lambda teachers: said.append(teachers))
+    monkeypatch.setattr(trainer, "check_tasks_unchanged", lambda run: said.append("report"))
+    monkeypatch.setattr(trainer, "write_report", lambda *a: None)
+    run = SimpleNamespace(stage=lambda *a, **k: nullcontext(), started=lambda: 0.0)
+    bare = object.__new__(trainer.OpsdTrainer)
+    bare.__dict__ |= {"run_dir": run, "ranks": nothing, "teachers": ["t"], "opsd": None, "tokenizer": None}
+    bare.__dict__ |= {"config": SimpleNamespace(trainer=SimpleNamespace(save_freq=1, val_only=False))}
+    manager = SimpleNamespace(agent_loop_workers=[])
+    if fault is None:
+        bare.fit(manager)
+    else:
+        with pytest.raises(RuntimeError, match="of the run"):
+            bare.fit(manager)
+    assert said == ["fit", ["t"], *([] if fault else ["report"])]
