@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from verl_opsd.cooperbench.sandbox import BubblewrapSandbox, SandboxSpec, make_sandbox, sandbox_report
 from verl_opsd.cooperbench.sandbox import host as host_module
-from verl_opsd.cooperbench.sandbox.host import STATE_ROOT, processes_of, reap_stale
+from verl_opsd.cooperbench.sandbox.host import STATE_ROOT, processes_of
 from verl_opsd.errors import InfraFault, OpsdError
 
 OWNER = """
@@ -40,18 +43,27 @@ def start_owner(workspace: Path) -> tuple[subprocess.Popen, int, str, list[Path]
     return owner, int(uid), label, [Path(group) for group in groups]
 
 
+@contextlib.contextmanager
+def nobody_reaps() -> Iterator[None]:
+    """Every start of a sandbox on this host, of other tests too, removes what a dead owner left; here it waits."""
+    with open(STATE_ROOT / "reap", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def test_kill_9_of_the_owner_ends_everything(make, tmp_path):
     make()  # skips where no sandbox is possible
     (tmp_path / "owned").mkdir()
     owner, uid, label, groups = start_owner(tmp_path / "owned")
     assert groups and all(group.is_dir() for group in groups)
-    started = time.monotonic()
-    owner.kill()
-    owner.wait()
-    while processes_of(uid):
-        assert time.monotonic() - started < 10
-        time.sleep(0.02)
-    assert (STATE_ROOT / label).is_dir(), "nobody was there to remove it"
+    with nobody_reaps():
+        started = time.monotonic()
+        owner.kill()
+        owner.wait()
+        while processes_of(uid):
+            assert time.monotonic() - started < 10
+            time.sleep(0.02)
+        assert (STATE_ROOT / label).is_dir(), "nobody was there to remove it"
     make()  # the next start does
     assert not any(group.exists() for group in groups)
     assert not (STATE_ROOT / label).exists()
@@ -62,21 +74,22 @@ def test_reaping_ends_processes_that_outlived_their_owner_and_spares_the_living(
     living = make()
     dead = subprocess.Popen(["true"])
     dead.wait()
-    label = f"{living._owner.namespace}-{dead.pid}-1-0-x"
+    label = f"{living._owner.namespace}-{dead.pid}-1-0-orphan"
     groups = [path.parent / host_module.cgroup_name(label) for path in living._cgroup.paths]
     orphan = subprocess.Popen([f"opsd-sandbox:{label}", "600"], executable="/usr/bin/sleep")
-    other = subprocess.Popen([f"opsd-sandbox:1-{dead.pid}-1-0-x", "600"], executable="/usr/bin/sleep")
+    other = subprocess.Popen([f"opsd-sandbox:1-{dead.pid}-1-0-orphan", "600"], executable="/usr/bin/sleep")
     member = subprocess.Popen(["sleep", "600"])
     try:
-        state = STATE_ROOT / label
-        state.mkdir()
-        for group in groups:
-            group.mkdir()
-            (group / "cgroup.procs").write_text(str(member.pid))
-        foreign = groups[0].parent / "opsd-test-foreign" if groups else tmp_path / "foreign"
-        foreign.mkdir()
-        (state / "cgroups").write_text("\n".join(map(str, [*groups, foreign])))
-        assert label in reap_stale()
+        with nobody_reaps():
+            state = STATE_ROOT / label
+            state.mkdir()
+            for group in groups:
+                group.mkdir()
+                (group / "cgroup.procs").write_text(str(member.pid))
+            foreign = groups[0].parent / "opsd-test-foreign" if groups else tmp_path / "foreign"
+            foreign.mkdir()
+            (state / "cgroups").write_text("\n".join(map(str, [*groups, foreign])))
+            assert label in host_module._reap()
         assert orphan.wait(5) == -9
         assert not groups or member.wait(5) == -9
         assert not state.exists() and not any(group.exists() for group in groups)
@@ -157,14 +170,14 @@ def test_without_root_it_is_refused(tmp_path, monkeypatch, fresh_host):
 def test_root_without_a_needed_capability_is_refused(make, tmp_path, lost):
     make()
     code = "import sys; from pathlib import Path; from verl_opsd.cooperbench.sandbox import *\n"
-    code += "try: make_sandbox('bubblewrap', SandboxSpec('x', Path(sys.argv[1])))\n"
+    code += "try: make_sandbox('bubblewrap', SandboxSpec('incapable', Path(sys.argv[1])))\n"
     code += "except OpsdError as e: print('refused:', e)"
     code = code.replace("import *\n", "import *; from verl_opsd.errors import InfraFault, OpsdError\n")
     command = ["setpriv", f"--bounding-set=-{lost}", f"--inh-caps=-{lost}", sys.executable, "-c", code, tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("refused:"), done.stdout + done.stderr
     assert "way out" in done.stdout
-    assert not [path for path in STATE_ROOT.iterdir() if path.name.endswith("-x")]
+    assert not [path for path in STATE_ROOT.iterdir() if path.name.endswith("-incapable")]
 
 
 def test_paths_are_checked_before_anything_is_made(make, tmp_path):
