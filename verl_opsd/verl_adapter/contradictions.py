@@ -41,7 +41,8 @@ def check_verl_keys(config: DictConfig, opsd: OpsdConfig) -> None:
     """
     _check_labels(config)
     check_values(config)
-    _check_logger_and_device(config, opsd)
+    check_loggers(config.trainer)
+    check_device(config.trainer, f"scale={opsd.scale}", opsd.scale)
     _check_lengths(config, opsd)
     rollout_ref = config.actor_rollout_ref
     check_dtypes(
@@ -174,10 +175,14 @@ def _check_labels(config: DictConfig) -> None:
         )
 
 
-def _check_logger_and_device(config: DictConfig, opsd: OpsdConfig) -> None:
+def check_loggers(trainer: DictConfig) -> None:
+    """
+    Raises:
+        OpsdError: one that verl has not.
+    """
     from verl.utils.tracking import Tracking
 
-    loggers = [config.trainer.logger] if isinstance(config.trainer.logger, str) else list(config.trainer.logger)
+    loggers = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger or ())
     unknown = sorted(set(map(str, loggers)) - set(Tracking.supported_backend))
     if unknown:
         raise OpsdError(
@@ -185,9 +190,16 @@ def _check_logger_and_device(config: DictConfig, opsd: OpsdConfig) -> None:
             f"verl logs to {', '.join(sorted(Tracking.supported_backend))}",
             f"leave out {', '.join(unknown)}",
         )
-    if (config.trainer.device == "cpu") == opsd.scale.startswith("gpu"):
+
+
+def check_device(trainer: DictConfig, chosen: str, scale: str) -> None:
+    """
+    Raises:
+        OpsdError: another device than that of the scale.
+    """
+    if trainer.device not in ("cpu", "cuda") or (trainer.device == "cpu") == scale.startswith("gpu"):
         raise OpsdError(
-            f"trainer.device={config.trainer.device} with scale={opsd.scale}",
+            f"trainer.device={trainer.device} with {chosen}",
             "the scale names the device: cpu for those without an accelerator",
             "leave trainer.device out",
         )
@@ -222,27 +234,51 @@ def check_dtypes(engine: DictConfig, key: str, model: DictConfig, model_key: str
         )
 
 
-def _check_sequences(config: DictConfig, opsd: OpsdConfig) -> None:
-    """How sequences are laid out: shared between ranks, packed, and as many as one micro-batch takes."""
+def check_padded(engine: DictConfig, key: str, model: DictConfig, model_key: str) -> None:
+    """
+    Raises:
+        OpsdError: passes of a fixed length that are not packed.
+    """
+    if engine.pad_to_length and not model.use_remove_padding:
+        raise OpsdError(
+            f"{key}.pad_to_length={engine.pad_to_length} with {model_key}.use_remove_padding=false",
+            f"packed passes alone are padded to a multiple of {key}.pad_to_length_bucket; it would be ignored in silence",
+            "leave one of the two out",
+        )
+
+
+def check_shared(size: int, key: str, model: DictConfig, model_key: str) -> None:
+    """Ranks that share a sequence do so under an attention that exchanges heads.
+
+    Args:
+        size: that many ranks. key, model_key: names of the sections that say so, and of the model's.
+
+    Raises:
+        OpsdError: another attention, or sequences that are not packed.
+    """
     from verl_opsd.verl_adapter.ulysses import ATTENTION, is_right
 
-    actor, model, rollout = (config.actor_rollout_ref[k] for k in ("actor", "model", "rollout"))
-    size, attention = (
-        actor.ulysses_sequence_parallel_size,
-        model.override_config.get("attn_implementation", "flash_attention_2"),
-    )
+    attention = model.override_config.get("attn_implementation", "flash_attention_2")
     if size > 1 and not is_right(attention):
         raise OpsdError(
-            f"actor.ulysses_sequence_parallel_size={size} with attn_implementation={attention}",
+            f"{key}.ulysses_sequence_parallel_size={size} with attn_implementation={attention}",
             "sequence parallelism under an attention that does not exchange heads gives wrong probabilities in silence",
             f"set it to 1, or use flash_attention_2 or {ATTENTION}",
         )
     if (size > 1 or attention == ATTENTION) and not model.use_remove_padding:
         raise OpsdError(
-            f"model.use_remove_padding=false with actor.ulysses_sequence_parallel_size={size} attn_implementation={attention}",
+            f"model.use_remove_padding=false with {key}.ulysses_sequence_parallel_size={size} attn_implementation={attention}",
             "sequences that ranks share, and this attention, are packed",
-            "set actor_rollout_ref.model.use_remove_padding=true",
+            f"set {model_key}.use_remove_padding=true",
         )
+
+
+def _check_sequences(config: DictConfig, opsd: OpsdConfig) -> None:
+    """How sequences are laid out: shared between ranks, packed, and as many as one micro-batch takes."""
+    actor, model, rollout = (config.actor_rollout_ref[k] for k in ("actor", "model", "rollout"))
+    size = actor.ulysses_sequence_parallel_size
+    check_shared(size, "actor", model, "actor_rollout_ref.model")
+    check_padded(actor.fsdp_config, "actor_rollout_ref.actor.fsdp_config", model, "actor_rollout_ref.model")
     if actor.fsdp_config.get("ulysses_sequence_parallel_size", 1) not in (1, size):
         raise OpsdError(
             f"actor.fsdp_config.ulysses_sequence_parallel_size={actor.fsdp_config.ulysses_sequence_parallel_size} with "

@@ -6,13 +6,14 @@ import dataclasses
 import difflib
 import functools
 import importlib.resources
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_opsd.errors import OpsdError
 
-#: Keys that verl 0.9.1 reads and doesn't list in its own configuration.
+#: Keys that verl 0.9.1's PPO trainer reads and doesn't list in its own configuration.
 UNLISTED = {
     "data": {"cache_dir", "chat_template_func", "filter_prompts", "need_tools_kwargs"},
     "reward": {"reward_kwargs", "timeout"},
@@ -27,11 +28,13 @@ OWN = {"opsd", "hydra", "model_engine"}
 ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", "ulysses_sdpa")
 
 
-def check_keys(config: DictConfig, reference: dict[Any, Any] | None = None) -> None:
+def check_keys(
+    config: DictConfig, reference: dict[Any, Any] | None = None, unlisted: Mapping[str, set[str]] = UNLISTED
+) -> None:
     """Compares a composed configuration with the list of all keys that verl ships.
 
     Args:
-        reference: that list; None: of the PPO trainer.
+        reference: that list; None: of the PPO trainer. unlisted: keys that the trainer reads beside it.
 
     A top-level key of a recipe (``corpus``) is known when a value of the ``opsd`` section refers to it.
 
@@ -44,7 +47,7 @@ def check_keys(config: DictConfig, reference: dict[Any, Any] | None = None) -> N
     references = str(given.get("opsd"))
     own = OWN | {k for k in given if f"${{{k}}}" in references}
     unknown: dict[str, str] = {}
-    _compare({k: v for k, v in given.items() if k not in own}, reference, "", unknown)
+    _compare({k: v for k, v in given.items() if k not in own}, reference, "", unknown, unlisted)
     if unknown:
         raise OpsdError(
             "unknown key " + ", ".join(f"{key}{hint}" for key, hint in sorted(unknown.items())),
@@ -105,8 +108,12 @@ def _raw(config: Any) -> Any:
     return OmegaConf.to_container(config, resolve=False)
 
 
-def _compare(given: dict[Any, Any], reference: dict[Any, Any], where: str, unknown: dict[str, str]) -> None:
-    known = set(reference) | UNLISTED.get(where, set()) | _fields(reference.get("_target_")) | _fields(given.get("_target_"))
+def _compare(
+    given: dict[Any, Any], reference: dict[Any, Any], where: str, unknown: dict[str, str], unlisted: Mapping[str, set[str]]
+) -> None:
+    known = (
+        set(reference) | unlisted.get(where, set()) | fields_of(reference.get("_target_")) | fields_of(given.get("_target_"))
+    )
     for key, value in given.items():
         path = f"{where}.{key}" if where else str(key)
         if key not in known:
@@ -115,14 +122,19 @@ def _compare(given: dict[Any, Any], reference: dict[Any, Any], where: str, unkno
             continue
         below = reference.get(key)
         if isinstance(value, dict) and isinstance(below, dict) and below and not str(key).endswith(OPEN):
-            _compare(value, below, path, unknown)
+            _compare(value, below, path, unknown, unlisted)
 
 
-def _fields(target: Any) -> set[str]:
+def fields_of(target: Any) -> set[str]:
     """Fields of the dataclass that verl makes of a section; it may have more than verl's YAML lists."""
     if not isinstance(target, str):
         return set()
     from hydra.utils import get_object
 
-    found = get_object(target)
+    try:
+        found = get_object(target)
+    except ImportError as error:
+        raise OpsdError(
+            f"_target_={target}: {str(error).splitlines()[0]}", "it is the class that a section is read into", "leave it out"
+        ) from error
     return {f.name for f in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()

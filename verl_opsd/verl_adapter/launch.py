@@ -38,6 +38,7 @@ from verl_opsd.verl_adapter.found import check_siblings, freeze_contract, record
 from verl_opsd.verl_adapter.ignored import check_ignored
 from verl_opsd.verl_adapter.keys import check_keys, check_texts
 from verl_opsd.verl_adapter.memory_checks import Need, check_memory
+from verl_opsd.verl_adapter.optimizer import check_optimizer
 from verl_opsd.verl_adapter.requirements import (
     check_chat,
     check_hardware,
@@ -80,6 +81,7 @@ def parse(config: DictConfig) -> OpsdConfig:
     check_verl_keys(config, opsd)
     check_ignored(config)
     check_texts(config)
+    check_optimizer(config.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim")
     return opsd
 
 
@@ -236,7 +238,7 @@ def check_models(config: DictConfig, opsd: OpsdConfig) -> str:
     ensure_student(opsd, model_path)
     check_adapter(config.actor_rollout_ref.model, "actor_rollout_ref.model", model_path)
     check_support(opsd, model_path)
-    check_heads(config, model_path)
+    check_heads(config.actor_rollout_ref.actor.ulysses_sequence_parallel_size, "actor_rollout_ref.actor", model_path)
     check_served(config.actor_rollout_ref.model, config.actor_rollout_ref.rollout)
     check_chat(opsd, model_path)
     check_teachers(opsd, model_path)

@@ -230,21 +230,23 @@ def check_support(opsd: OpsdConfig, student_path: str) -> None:
             )
 
 
-def check_heads(config: DictConfig, student_path: str) -> None:
+def check_heads(ranks: int, key: str, student_path: str) -> None:
     """Ranks that share a sequence exchange attention heads for positions.
+
+    Args:
+        ranks: that many. key: name of the section that says so.
 
     Raises:
         OpsdError: the student's heads can't be shared by so many ranks.
     """
     from transformers import AutoConfig
 
-    ranks = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     text = AutoConfig.from_pretrained(student_path).get_text_config()
     heads = text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
     if heads % ranks or (groups % ranks and ranks % groups):
         raise OpsdError(
-            f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={ranks} with a student of {heads} attention heads in {groups} groups",
+            f"{key}.ulysses_sequence_parallel_size={ranks} with a student of {heads} attention heads in {groups} groups",
             "ranks that share a sequence take equal numbers of heads; groups are shared out, or each is repeated",
             "set it to a number that divides the heads, and divides the groups or is a multiple of them",
         )

@@ -27,10 +27,27 @@ COUNTS = {
 #: Names that verl takes for a dtype of FSDP, and for a part of a checkpoint.
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+_SHARE = ("a number from 0 to 1", lambda v: _number(v) and 0 <= v <= 1)
+_WHOLE = ("a whole number above 0", lambda v: type(v) is int and v > 0)
+_SWITCH = ("true or false", lambda v: isinstance(v, bool))
 #: Keys of a kind, each with what it must be.
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "actor_rollout_ref.actor.optim.lr": ("a number above 0", lambda v: _number(v) and 0 < v < math.inf),
-    "actor_rollout_ref.actor.grad_clip": ("a number above 0", lambda v: _number(v) and v > 0),
+    "actor_rollout_ref.actor.optim.clip_grad": ("a number above 0", lambda v: _number(v) and v > 0),
+    "actor_rollout_ref.actor.optim.min_lr_ratio": ("a number from 0 to 1, or null", lambda v: v is None or _SHARE[1](v)),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": _SHARE,
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": (
+        "a whole number, -1 for lr_warmup_steps_ratio",
+        lambda v: type(v) is int and v >= -1,
+    ),
+    "actor_rollout_ref.actor.optim.num_cycles": ("a number above 0", lambda v: _number(v) and 0 < v < math.inf),
+    "actor_rollout_ref.actor.optim.zero_indexed_step": _SWITCH,
     **{
         f"actor_rollout_ref.actor.clip_ratio_{key}": ("a number", lambda v: _number(v) and math.isfinite(v))
         for key in ("low", "high", "c")
@@ -80,20 +97,31 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "trainer.resume_mode": ("auto, disable or resume_path", lambda v: v in ("auto", "disable", "resume_path")),
 }
 
-
-_SHARE = ("a number from 0 to 1", lambda v: _number(v) and 0 <= v <= 1)
-_WHOLE = ("a whole number above 0", lambda v: type(v) is int and v > 0)
 #: The same for a warm start; kinds that both have are those above.
 WARM_START_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **{f"optim.{k}": KINDS[f"actor_rollout_ref.actor.optim.{k}"] for k in ("lr", "weight_decay", "betas", "lr_scheduler_type")},
+    **{k.removeprefix("actor_rollout_ref.actor."): v for k, v in KINDS.items() if ".actor.optim." in k},
+    **{k.removeprefix("actor_rollout_ref.actor."): v for k, v in KINDS.items() if ".actor.checkpoint." in k},
     **{f"model.{k}": KINDS[f"actor_rollout_ref.model.{k}"] for k in ("lora_rank", "lora_alpha")},
     **{
         f"engine.{k}": KINDS[f"actor_rollout_ref.actor.fsdp_config.{k}"]
         for k in ("model_dtype", "dtype", *(f"mixed_precision.{k}_dtype" for k in ("param", "reduce", "buffer")))
     },
-    "optim.clip_grad": KINDS["actor_rollout_ref.actor.grad_clip"],
-    "optim.min_lr_ratio": ("a number from 0 to 1, or null", lambda v: v is None or _SHARE[1](v)),
-    "optim.lr_warmup_steps_ratio": _SHARE,
+    "engine.ulysses_sequence_parallel_size": _WHOLE,
+    "engine.pad_to_length": _SWITCH,
+    "engine.pad_to_length_bucket": _WHOLE,
+    "engine.seed": ("a whole number", lambda v: type(v) is int),
+    "data.train_batch_size": _WHOLE,
+    "data.use_dynamic_bsz": _SWITCH,
+    "data.num_workers": ("a whole number", lambda v: type(v) is int and v >= 0),
+    "trainer.profile_interval": (
+        "the first and the last step to profile, or [-1, -1]",
+        lambda v: (
+            isinstance(v, ListConfig)
+            and (list(v) == [-1, -1] or (len(v) == 2 and all(type(i) is int for i in v) and 0 <= v[0] <= v[1]))
+        ),
+    ),
+    "trainer.project_name": KINDS["trainer.project_name"],
+    "trainer.experiment_name": KINDS["trainer.experiment_name"],
     "data.micro_batch_size_per_gpu": _WHOLE,
     "data.max_token_len_per_gpu": _WHOLE,
     "trainer.max_ckpt_to_keep": KINDS["trainer.max_actor_ckpt_to_keep"],
@@ -108,10 +136,6 @@ def check_values(config: DictConfig) -> None:
     """
     _check_counts(config)
     check_kinds(config, KINDS)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_kinds(config: DictConfig, kinds: Mapping[str, tuple[str, Callable[[Any], bool]]]) -> None:
@@ -142,10 +166,21 @@ def _check_counts(config: DictConfig) -> None:
             "verl wants a batch that is a multiple of the ranks, and ranks that are a multiple of those of a sequence",
             "change data.train_batch_size, trainer.n_gpus_per_node or actor.ulysses_sequence_parallel_size",
         )
-    size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
+    key = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
+    check_shards(OmegaConf.select(config, key), key, ranks)
+
+
+def check_shards(size: Any, key: str, ranks: int) -> None:
+    """
+    Args:
+        size: ranks that share the weights out. key: its name. ranks: of the student.
+
+    Raises:
+        OpsdError: groups of that many can't be made.
+    """
     if type(size) is not int or (size != -1 and (size < 1 or (ranks > 0 and ranks % size))):
         raise OpsdError(
-            f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} with {ranks} ranks of the student",
+            f"{key}={size} with {ranks} ranks of the student",
             "a group of ranks that shards the weights divides the ranks",
             "leave it at -1: all ranks",
         )

@@ -178,6 +178,10 @@ def measure() -> dict[str, Any]:
                 "dynamic": {"dynamic": True},
             }.items():
                 out[f"{model}-{'lora' if lora else 'full'}-{name}"] = distance(step(engine, **how), want)
+            if not lora:
+                engine.pad_to_length, engine.pad_to_length_bucket = True, 64
+                out[f"{model}-static"] = distance(step(engine, micro=len(rows()) // WORLD), want)
+                engine.pad_to_length = False
             out[f"{model}-{'lora' if lora else 'full'}-shares"] = engine.shares_forwards()
             if model == "hybrid" and not lora:  # as if its kernels were missing
                 engine.layout_error, before = math.inf, engine.forwards

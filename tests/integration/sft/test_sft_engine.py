@@ -35,7 +35,7 @@ def measured(forks: Forks, request: pytest.FixtureRequest, tmp_path_factory: pyt
 
 def test_loss_and_gradients_equal_cross_entropy_by_hand(measured):
     cases = {k: v for k, v in measured.items() if isinstance(v, dict) and "grad" in v}
-    assert len(cases) == 12 + 4 + 1 + 1 + 1 + 1 + 3
+    assert len(cases) == 12 + 2 + 4 + 1 + 1 + 1 + 1 + 3
     for name, found in cases.items():
         assert found["loss"] == pytest.approx(found["want"], rel=2e-6), (name, found)
         assert found["grad"] < 1e-4 and found["tensors"] > 10 and found["extra"] == 0, (name, found)

@@ -18,8 +18,11 @@ from verl_opsd.models.tiny import WARM
 from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.teachers.cache import tokenizer_hash
 from verl_opsd.verl_adapter.sft import SftEngine
+from verl_opsd.verl_adapter.sft_config import parse
 from verl_opsd.verl_adapter.sft_data import CorpusDataset
-from verl_opsd.verl_adapter.sft_launch import WarmStartCallback, parse
+from verl_opsd.verl_adapter.sft_launch import WarmStartCallback
+
+SHARED = "model.override_config.attn_implementation=ulysses_sdpa"
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +132,8 @@ def test_every_corpus_gives_its_held_out_rows_and_the_longest_counts(compose, ru
     assert (found["validation_rows"], found["longest"]) == (3, 50)
     with pytest.raises(OpsdError, match="a row of 50 tokens"):
         prepare(compose(*words, "data.max_token_len_per_gpu=49"), run)
-    split = "engine.ulysses_sequence_parallel_size=2"  # two ranks hold half of a sequence each
-    assert prepare(compose(*words, "data.max_token_len_per_gpu=25", split), run, ranks=2)["longest"] == 50
+    split = ["engine.ulysses_sequence_parallel_size=2", SHARED]  # two ranks hold half of a sequence each
+    assert prepare(compose(*words, "data.max_token_len_per_gpu=25", *split), run, ranks=2)["longest"] == 50
 
 
 def test_a_row_that_the_model_has_no_positions_for_is_refused(compose, run, tmp_path):
@@ -143,10 +146,10 @@ def test_a_row_that_the_model_has_no_positions_for_is_refused(compose, run, tmp_
 
 def test_ranks_that_share_a_sequence_share_a_row(compose, run, tmp_path):
     corpus = make_corpus(tmp_path / "corpus", [10, 20, 30], [])
-    split = "engine.ulysses_sequence_parallel_size=2"
-    assert prepare(compose(f"corpus={corpus}", split), run, ranks=4)["steps"] == 5  # 9 rows, 2 a step
+    split = ["engine.ulysses_sequence_parallel_size=2", SHARED]
+    assert prepare(compose(f"corpus={corpus}", *split), run, ranks=4)["steps"] == 5  # 9 rows, 2 a step
     with pytest.raises(OpsdError, match="train_batch_size=1 on 4 ranks, 2 of which"):
-        prepare(compose(f"corpus={corpus}", split, "data.train_batch_size=1"), run, ranks=4)
+        prepare(compose(f"corpus={corpus}", *split, "data.train_batch_size=1"), run, ranks=4)
 
 
 def test_corpora_of_two_contracts_are_refused(compose, run, tmp_path):
