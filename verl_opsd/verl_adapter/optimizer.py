@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_opsd.errors import OpsdError
 
@@ -61,10 +61,9 @@ def check_optimizer(optim: DictConfig, key: str) -> None:
                 p.grad = torch.ones_like(p)
             optimizer.step()
     except Exception as error:  # whatever a class of the user's choice raises
-        given = f" override_optimizer_config={OmegaConf.to_container(extra)}" if extra is not None else ""
         text = " ".join(str(error).split())
         raise OpsdError(
-            f"{named}{given}: {type(error).__name__}: {text[:300]}",
+            f"{named}{f' override_optimizer_config={extra}' if extra else ''}: {type(error).__name__}: {text[:300]}",
             "an optimizer is a class of an importable module, made of the parameters, lr and weight_decay (betas of an Adam), whose "
             "step needs no closure",
             f"correct the names (AdamW of torch.optim), or the arguments in {key}.override_optimizer_config",
