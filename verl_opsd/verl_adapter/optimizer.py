@@ -9,16 +9,16 @@ from omegaconf import DictConfig
 from verl_opsd.errors import OpsdError
 
 #: Read by the cosine schedule alone, with verl's values.
-OF_COSINE = {"min_lr_ratio": (0.0, None), "num_cycles": (0.5,), "zero_indexed_step": (True,)}
+OF_COSINE: dict[str, tuple[Any, ...]] = {"min_lr_ratio": (0.0, None), "num_cycles": (0.5,), "zero_indexed_step": (True,)}
 #: Keys of verl's section that also go into the optimizer.
 OWN = ("lr", "weight_decay", "betas")
 
 
-def check_optimizer(optim: DictConfig, key: str) -> None:
+def check_optimizer(optim: Any, key: str) -> None:
     """The named class exists, takes its arguments, and makes a step on matrices and vectors.
 
     Args:
-        optim: verl's section. key: its name.
+        optim: verl's section, a DictConfig. key: its name.
 
     Raises:
         OpsdError: it does not, or keys that the optimizer or the schedule would ignore.
