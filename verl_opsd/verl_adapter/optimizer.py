@@ -28,12 +28,13 @@ def check_optimizer(optim: Any, key: str) -> None:
     from verl.workers.config.optimizer import build_optimizer
 
     named = f"{key}.optimizer_impl={optim.optimizer_impl} {key}.optimizer={optim.optimizer}"
-    extra: Any = optim.override_optimizer_config
-    if extra is not None and not isinstance(extra, DictConfig):
+    given: Any = optim.override_optimizer_config
+    if given is not None and not isinstance(given, DictConfig):
         raise OpsdError(
-            f"{key}.override_optimizer_config={extra}", "it is arguments by name", "give a mapping, or leave it out"
+            f"{key}.override_optimizer_config={given}", "it is arguments by name", "give a mapping, or leave it out"
         )
-    if twice := [k for k in OWN if extra is not None and k in extra]:
+    extra: dict[str, Any] = dict(given or {})
+    if twice := [k for k in OWN if k in extra]:
         raise OpsdError(
             f"{key}.override_optimizer_config.{twice[0]}={extra[twice[0]]} with {key}.{twice[0]}={optim[twice[0]]}",
             f"one key says it; {key}.{twice[0]} would be ignored in silence",
