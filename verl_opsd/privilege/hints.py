@@ -12,7 +12,7 @@ from typing import NoReturn
 import numpy as np
 
 from verl_opsd.errors import OpsdError
-from verl_opsd.privilege.placement import ChatMarkers, chat_blocks
+from verl_opsd.privilege.frames import ChatMarkers, chat_blocks
 from verl_opsd.tokens.records import Ids, Trajectory
 
 

@@ -11,103 +11,21 @@ block: behind the generation header it would be text of the reply, inside <think
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from verl_opsd.errors import OpsdError
+from verl_opsd.privilege.frames import ChatMarkers, chat_blocks
 from verl_opsd.privilege.view import Placement, TeacherView
 from verl_opsd.privilege.windows import Block, PassPlan, ViewTooLong, windows
 from verl_opsd.tokens.branches import loss_positions
 from verl_opsd.tokens.records import Ids
 
 #: What counts as a user turn where a template wraps tool results into user blocks: every user ``block``, or only a
-#: ``message``, i.e. a user block that does not begin with <tool_response>.
+#: ``message``, i.e. a user block that does not begin as a tool's result does.
 UserTurn = Literal["block", "message"]
-
-
-@dataclass(frozen=True)
-class ChatMarkers:
-    """Ids that delimit ChatML blocks ``<|im_start|>role\\n ... <|im_end|>``.
-
-    Attributes:
-        im_start, im_end: the two control tokens.
-        system, user, assistant: ids of the role names, without the line break.
-        tool_response: ids that follow the user role's name where tool results are wrapped: line break, <tool_response>.
-    """
-
-    im_start: int
-    im_end: int
-    system: tuple[int, ...]
-    user: tuple[int, ...]
-    assistant: tuple[int, ...]
-    tool_response: tuple[int, ...]
-
-    @classmethod
-    def from_tokenizer(cls, tokenizer: Any) -> ChatMarkers:
-        """Reads the markers off a Hugging Face tokenizer.
-
-        Raises:
-            OpsdError: the tokenizer is not of the ChatML family: the control tokens are missing or not one token each.
-        """
-
-        def encode(text: str) -> list[int]:
-            return list(tokenizer.encode(text, add_special_tokens=False))
-
-        start, end, line = encode("<|im_start|>"), encode("<|im_end|>"), encode("\n")
-        if len(start) != 1 or len(end) != 1:
-            raise OpsdError(
-                f"a tokenizer that encodes <|im_start|> as {start} and <|im_end|> as {end}",
-                "briefs are placed by ChatML's control tokens, one id each",
-                "use a tokenizer of the ChatML family (Qwen, SmolLM2), or add the two tokens and train with them",
-            )
-
-        def role(name: str) -> tuple[int, ...]:
-            ids = encode(f"<|im_start|>{name}\n")
-            if ids[:1] != start or ids[-len(line) :] != line:
-                raise OpsdError(
-                    f"a tokenizer that encodes '<|im_start|>{name}\\n' as {ids}",
-                    "a block's header is the control token, the role's name and a line break",
-                    "use a tokenizer of the ChatML family (Qwen, SmolLM2)",
-                )
-            return tuple(ids[1 : -len(line)])
-
-        # Without a token of its own, the tag's end may merge with what follows: the ids common to all continuations.
-        variants = [encode(f"<|im_start|>user\n<tool_response>{after}") for after in ("\nA", "\n{", "\n\n", "\n ", "A")]
-        common = 0
-        while all(len(v) > common and v[common] == variants[0][common] for v in variants):
-            common += 1
-        user = role("user")
-        tool_response = tuple(variants[0][1 + len(user) : common])
-        if not tokenizer.decode(list(tool_response)).strip().startswith("<tool_response"):
-            raise OpsdError(
-                f"a tokenizer that encodes '\\n<tool_response>' as {tool_response} and more, by what follows",
-                "tool results are told apart from messages by the ids at their start",
-                "add <tool_response> to the tokenizer as one token",
-            )
-        return cls(start[0], end[0], role("system"), user, role("assistant"), tool_response)
-
-
-def chat_blocks(ids: Ids, markers: ChatMarkers) -> list[Block]:
-    """The blocks of a token sequence, in order. A <|im_start|> inside an open block is part of its text."""
-    names = {"system": markers.system, "user": markers.user, "assistant": markers.assistant}
-    ends = np.flatnonzero(ids == markers.im_end)
-    blocks: list[Block] = []
-    after = 0
-    for start in np.flatnonzero(ids == markers.im_start).tolist():
-        if start < after:
-            continue
-        k = int(np.searchsorted(ends, start))
-        close = int(ends[k]) if k < len(ends) else len(ids)
-        role, body = "other", start + 1
-        for name, name_ids in names.items():
-            if tuple(ids[start + 1 : start + 1 + len(name_ids)].tolist()) == name_ids:
-                role, body = name, start + 1 + len(name_ids)
-        blocks.append(Block(role, start, body, close))
-        after = close + 1
-    return blocks
 
 
 def check_outside_replies(at: int, blocks: Sequence[Block]) -> None:
@@ -235,7 +153,7 @@ def _reply_blocks(blocks: list[Block], position: NDArray[np.int64]) -> list[int]
 
 def _holds_tool_result(ids: Ids, block: Block, markers: ChatMarkers) -> bool:
     head = ids[block.body : block.body + len(markers.tool_response)]
-    return tuple(head.tolist()) == markers.tool_response
+    return bool(markers.tool_response) and tuple(head.tolist()) == markers.tool_response
 
 
 def _view(

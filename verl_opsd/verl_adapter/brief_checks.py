@@ -12,7 +12,7 @@ from verl_opsd.config import OpsdConfig
 from verl_opsd.cooperbench.pair_briefs import base_tree, briefs_of, material, require_workflows
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
-from verl_opsd.privilege import Audit, Brief, NoBrief, audit, distinct_texts, require_answer_free
+from verl_opsd.privilege import Audit, Brief, ChatMarkers, NoBrief, audit, distinct_texts, require_answer_free
 from verl_opsd.rundir import RunDir, write_json
 from verl_opsd.verl_adapter.requirements import tokenizer_of
 
@@ -31,7 +31,8 @@ def check_briefs(opsd: OpsdConfig, pairs: list[PairTask], student_path: str) -> 
     """Makes and audits every agent's brief, so that one that is unknown, missing, forbidden, leaking or too long stops here.
 
     Raises:
-        OpsdError: see :func:`verl_opsd.privilege.make_brief`, :func:`verl_opsd.privilege.require_answer_free`, :func:`check_views`.
+        OpsdError: see :func:`verl_opsd.privilege.make_brief`, :func:`verl_opsd.privilege.require_answer_free`,
+            ``ChatMarkers.from_tokenizer``, :func:`check_views`.
     """
     if opsd.brief.files is not None:
         require_workflows(pairs, opsd.brief.files)
@@ -54,6 +55,7 @@ def check_briefs(opsd: OpsdConfig, pairs: list[PairTask], student_path: str) -> 
             audits.append(found)
             owners.append((pair.key, agent))
     tokenizer = tokenizer_of(student_path)
+    ChatMarkers.from_tokenizer(tokenizer)  # every view is made by them
     longest = max((len(b.ids(tokenizer)) for b in made), default=0)
     from verl_opsd.verl_adapter.teacher_checks import teacher_positions
 

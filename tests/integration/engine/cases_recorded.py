@@ -13,7 +13,7 @@ from ranks import build as build_engine
 from tiny import batch
 from transformers import AutoTokenizer
 
-from verl_opsd.privilege.placement import ChatMarkers, teacher_view
+from verl_opsd.privilege import ChatMarkers, teacher_view
 from verl_opsd.tokens.branches import build_trajectories
 from verl_opsd.tokens.store import EpisodeStore
 from verl_opsd.verl_adapter.loss import OpsdLoss

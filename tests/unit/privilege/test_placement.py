@@ -300,6 +300,8 @@ def test_a_tokenizer_that_hides_where_tool_results_start_is_refused():
             return ids if "<tool_response>" not in text else [*ids[:-2], 1000 + len(text)]
 
         decode = tokenizer.decode
+        chat_template = tokenizer.chat_template
+        apply_chat_template = tokenizer.apply_chat_template
 
     with pytest.raises(OpsdError, match="tool results are told apart"):
         ChatMarkers.from_tokenizer(Merging())
