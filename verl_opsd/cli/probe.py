@@ -185,6 +185,7 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
     from verl_opsd.probe.states import ARMS, read_branches, split_fitting
     from verl_opsd.rundir import RunDir, write_json
     from verl_opsd.teachers.fp8 import STATISTICS
+    from verl_opsd.tokens.store import corpus_digest
 
     console = console or Console()
     run = RunDir(args.run)
@@ -232,7 +233,17 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
     write_json(out / "probe.json", result)
     if args.fp8:
         named = args.teacher or args.student or meta["student"]
-        fp8 = measure_fp8(branches, teacher, tokenizer, choice, args.placements[0], named)
+        tasks = meta["opsd"]["tasks"]
+        fp8 = measure_fp8(
+            branches,
+            teacher,
+            tokenizer,
+            choice,
+            args.placements[0],
+            named,
+            f"{tasks['dataset']} {tasks['train']}",
+            corpus_digest(run.episodes),
+        )
         fp8.write(out / "fp8.json")
         shown = ", ".join(f"{k} {fp8.signal[k]:.2g} against {fp8.error[k]:.2g}" for k in STATISTICS)
         console.print(f"FP8 teacher, signal against error in nats: {shown}; {out / 'fp8.json'}", soft_wrap=True)

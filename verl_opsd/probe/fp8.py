@@ -11,16 +11,24 @@ from verl_opsd.privilege import ChatMarkers, Placement
 from verl_opsd.probe.measure import Head, divergence
 from verl_opsd.probe.states import Branch, BriefChoice, context_ids, own_passes, passes_of_view, view_of
 from verl_opsd.teachers import fp8
+from verl_opsd.teachers.cache import model_digest
 from verl_opsd.teachers.device import DeviceTeacher
 
 
 def measure_fp8(
-    branches: Sequence[Branch], teacher: DeviceTeacher, tokenizer: Any, choice: BriefChoice, placement: Placement, named: str
+    branches: Sequence[Branch],
+    teacher: DeviceTeacher,
+    tokenizer: Any,
+    choice: BriefChoice,
+    placement: Placement,
+    path: str,
+    tasks: str,
+    corpus: str,
 ) -> fp8.Measurement:
     """Scores every branch with the brief, exactly and in FP8, and without it. The teacher runs in FP8 afterwards.
 
     Args:
-        named: the teacher's path, as a run names it.
+        path: the teacher's. tasks, corpus: see ``fp8.Measured``.
 
     Raises:
         OpsdError: a model or device that can't be put into FP8 (``teachers.fp8.convert``).
@@ -37,10 +45,13 @@ def measure_fp8(
     rounded = [Head.of(teacher, passes).hidden_NH for passes in views]
     device = teacher.weight_VH.device
     return fp8.Measurement(
-        named,
+        model_digest(path),
         str(teacher.dtype).removeprefix("torch."),
         choice.name,
-        placement,
+        fp8.views_of(placement, choice.user_turn, choice.max_view_tokens, choice.window_context),
+        tasks,
+        corpus,
+        path,
         sum(map(len, exact)),
         fp8.error(torch.cat(exact).to(device), torch.cat(rounded).to(device), teacher.weight_VH),
         fp8.statistics(torch.cat([torch.from_numpy(s) for s in signal])),

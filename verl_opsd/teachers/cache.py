@@ -52,13 +52,40 @@ class TeacherKey:
 
 
 def revision_of(path: str, probe: Tensor) -> str:
-    """SHA-256 that changes with the weights: hidden states of a fixed sequence, bit by bit, and the files where ``path`` is a folder.
-
-    Files above 64 MiB count by size and 66 samples of 64 KiB spread over them, so that 50 GB take no minutes.
-    """
+    """SHA-256 that changes with the weights: hidden states of a fixed sequence, bit by bit, and the files where ``path`` is a folder."""
     digest = hashlib.sha256(_bytes(probe))
     folder = Path(path).expanduser()
-    for file in sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []:
+    if folder.is_dir():
+        _add_files(digest, folder)
+    return digest.hexdigest()
+
+
+def model_digest(path: str) -> str:
+    """SHA-256 of a model's files, those of :func:`revision_of`, wherever the folder lies; of a hub name those that were downloaded.
+
+    Raises:
+        OpsdError: neither a folder nor a downloaded model.
+    """
+    from transformers.utils import cached_file
+
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        try:
+            folder = Path(str(cached_file(path, "config.json"))).parent
+        except (OSError, ValueError) as e:
+            raise OpsdError(
+                f"model {path}: {str(e).splitlines()[0]}",
+                "a model is named by the content of its files",
+                "download it, or name a folder",
+            ) from e
+    digest = hashlib.sha256()
+    _add_files(digest, folder)
+    return digest.hexdigest()
+
+
+def _add_files(digest: hashlib._Hash, folder: Path) -> None:
+    """Adds a folder's files. Those above 64 MiB count by size and 66 samples of 64 KiB spread over them, so that 50 GB take no minutes."""
+    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
         size = file.stat().st_size
         digest.update(f"{file.relative_to(folder).as_posix()} {size}\n".encode())
         with file.open("rb") as f:
@@ -68,7 +95,6 @@ def revision_of(path: str, probe: Tensor) -> str:
             for n in range(66):
                 f.seek((size - SAMPLE) * n // 65)
                 digest.update(f.read(SAMPLE))
-    return digest.hexdigest()
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

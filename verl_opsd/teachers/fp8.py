@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -213,18 +213,34 @@ def require_device(capability: tuple[int, int] | None) -> None:
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """What ``opsd probe --fp8`` found on one run's states.
+class Measured:
+    """What a measurement is of.
 
     Attributes:
-        teacher, brief, placement: of what. dtype: of the exact teacher. positions: how many.
-        error: :func:`error`. signal: :func:`statistics` of KL(teacher without the brief || teacher with it), the exact teacher's, nats.
+        teacher: SHA-256 of the model's files (``cache.model_digest``). dtype: of the exact teacher.
+        brief: its name. views: how it is read: placement, user turn, and the limits of windows.
+        tasks: dataset and training subset. corpus: SHA-256 of the contract and the scored training episodes of the run that was
+            measured (``store.corpus_digest``); None: of a run that has yet to play its own.
     """
 
     teacher: str
     dtype: str
     brief: str
-    placement: str
+    views: str
+    tasks: str
+    corpus: str | None
+
+
+@dataclass(frozen=True)
+class Measurement(Measured):
+    """What ``opsd probe --fp8`` found on one run's states.
+
+    Attributes:
+        path: the teacher's, for readers. positions: how many.
+        error: :func:`error`. signal: :func:`statistics` of KL(teacher without the brief || teacher with it), the exact teacher's, nats.
+    """
+
+    path: str
     positions: int
     error: dict[str, float]
     signal: dict[str, float]
@@ -243,8 +259,12 @@ def read(path: Path) -> Measurement:
     try:
         found = Measurement(**json.loads(path.read_text()))
         numbers = [*(found.error[k] for k in STATISTICS), *(found.signal[k] for k in STATISTICS), found.positions]
-        if not all(isinstance(v, (int, float)) and 0 <= v < math.inf for v in numbers):
+        if not all(type(v) in (int, float) and 0 <= v < math.inf for v in numbers) or type(found.positions) is not int:
             raise ValueError("a number below 0 or infinite, or none")
+        if not all(
+            isinstance(getattr(found, f.name), str) for f in fields(found) if f.name not in ("positions", "error", "signal")
+        ):
+            raise ValueError("a field that says what was measured is no text")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise OpsdError(
             f"opsd.teacher.fp8={path}: {error}",
@@ -254,17 +274,33 @@ def read(path: Path) -> Measurement:
     return found
 
 
-def require_measured(found: Measurement, teacher: str, brief: str, placement: str) -> None:
-    """:func:`require`, for the teacher, brief and placement of a run.
+def views_of(placement: str, user_turn: str, max_view_tokens: int | None, window_context: int | None) -> str:
+    """``Measured.views``: what decides which ids a teacher reads, beside the brief."""
+    turn = f", user turn {user_turn}" if placement == "last_user" else ""
+    windows = "" if window_context is None else f", windows of {max_view_tokens} tokens after at least {window_context}"
+    return f"{placement}{turn}{windows}"
+
+
+def require_measured(found: Measurement, run: Measured, path: str) -> None:
+    """:func:`require`, for what a run uses.
+
+    Args:
+        run: without ``corpus`` where it plays its own episodes. path: of its teacher, for the error.
 
     Raises:
-        OpsdError: the measurement is of something else, of no position, or the signal does not stand far enough above the error.
+        OpsdError: the measurement is of something else, which is named, of no position, or the signal does not stand far enough above
+            the error.
     """
-    asked, measured = (teacher, brief, placement), (found.teacher, found.brief, found.placement)
-    if asked != measured or found.positions < 1 or found.dtype != "bfloat16":
+    names = [f.name for f in fields(Measured) if f.name != "corpus" or run.corpus is not None]
+    pairs = {n: (getattr(found, n), getattr(run, n)) for n in names}
+    shown = {n: (f"{a} ({found.path})", f"{b} ({path})") if n == "teacher" else (a, b) for n, (a, b) in pairs.items()}
+    different = [f"{n} {shown[n][0]}, the run has {shown[n][1]}" for n, (a, b) in pairs.items() if a != b]
+    if found.positions < 1:
+        different.append("no position")
+    if different:
         raise OpsdError(
-            f"an FP8 measurement of teacher, brief, placement {measured} in {found.dtype} at {found.positions} positions for {asked}",
-            "the error and the signal are those of the run's own teacher in bfloat16 and its brief",
+            f"an FP8 measurement of {'; '.join(different)}",
+            "the error and the signal are those of the run's own teacher in bfloat16, its brief and its tasks or corpus",
             "measure it: opsd probe RUN --teacher MODEL --fp8 --dtype bfloat16",
         )
     require(found.error, found.signal)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -320,6 +321,19 @@ class EpisodeStore:
                 "read it with the version that wrote it, and keep episodes of another store apart",
             )
         return table
+
+
+def corpus_digest(directory: Path) -> str:
+    """SHA-256 of the contract and the ids of the scored training episodes of a store: which states a corpus holds.
+
+    Raises:
+        OpsdError: there is no store.
+    """
+    store = EpisodeStore(directory)
+    if store.contract_hash is None:
+        raise OpsdError(f"{directory} holds no episodes", "a corpus is a run's stored episodes", "name a run's directory")
+    ids = [e.episode_id for e in store.episodes() if e.split == "train" and e.scored]
+    return hashlib.sha256(json.dumps([store.contract_hash, sorted(ids)]).encode()).hexdigest()
 
 
 def _tables(episode: Episode) -> dict[str, pa.Table]:

@@ -9,6 +9,8 @@ from typing import Any
 from verl_opsd.config import OpsdConfig
 from verl_opsd.config.teacher import ModelTeacher
 from verl_opsd.errors import OpsdError
+from verl_opsd.rundir import RunDir
+from verl_opsd.teachers.cache import model_digest
 from verl_opsd.verl_adapter.requirements import check_model_path, tokenizer_of, vocabulary_rows
 from verl_opsd.verl_adapter.routes import models_of
 
@@ -41,7 +43,8 @@ def check_teachers(opsd: OpsdConfig, student_path: str) -> None:
 
 
 def check_fp8(opsd: OpsdConfig, teacher: str, file: str) -> None:
-    """An FP8 teacher was measured with this run's brief, and this host's devices can run it; without one, its workers look at theirs.
+    """An FP8 teacher was measured with this run's brief on its tasks or corpus, and this host's devices can run it; without one, its workers
+    look at theirs.
 
     Raises:
         OpsdError: see :func:`verl_opsd.teachers.fp8.read`, ``require_measured`` and ``require_device``.
@@ -49,8 +52,13 @@ def check_fp8(opsd: OpsdConfig, teacher: str, file: str) -> None:
     import torch
 
     from verl_opsd.teachers import fp8
+    from verl_opsd.tokens.store import corpus_digest
 
-    fp8.require_measured(fp8.read(Path(file).expanduser()), teacher, opsd.brief.name, opsd.brief.placement)
+    found, brief = fp8.read(Path(file).expanduser()), opsd.brief
+    corpus = None if opsd.corpus is None else corpus_digest(RunDir(Path(opsd.corpus).expanduser()).episodes)
+    views = fp8.views_of(brief.placement, brief.user_turn, brief.max_view_tokens, brief.window_context)
+    tasks = f"{opsd.tasks.dataset} {opsd.tasks.train}"
+    fp8.require_measured(found, fp8.Measured(model_digest(teacher), "bfloat16", brief.name, views, tasks, corpus), teacher)
     here = torch.cuda.is_available()
     if here or not opsd.scale.startswith("gpu"):
         fp8.require_device(torch.cuda.get_device_capability() if here else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl_opsd.cli.main import main
 from verl_opsd.config import OpsdConfig
 from verl_opsd.errors import OpsdError
-from verl_opsd.models.tiny import make_tiny_hybrid
+from verl_opsd.models.tiny import ensure_tiny, make_tiny_hybrid
+from verl_opsd.paths import cache_dir
 from verl_opsd.privilege import ChatMarkers
 from verl_opsd.probe.states import BriefChoice, context_ids, read_branches, view_of
 from verl_opsd.rundir import RunDir
 from verl_opsd.teachers import fp8
+from verl_opsd.teachers.cache import model_digest
 from verl_opsd.tokens.branches import loss_positions
+from verl_opsd.tokens.store import corpus_digest
 from verl_opsd.verl_adapter.teacher_checks import check_fp8
 
 
@@ -58,7 +63,33 @@ def test_the_signal_is_the_briefs_effect(probed: tuple[Path, Path, fp8.Measureme
 def test_the_error_is_there_and_named(probed: tuple[Path, Path, fp8.Measurement]) -> None:
     _, path, found = probed
     assert 0 < found.error["median"] <= found.error["p90"] <= found.error["p99"] <= found.error["max"]
-    assert (found.teacher, found.brief, found.placement, found.dtype) == (str(path), "peer_spec", "system", "float32")
+    assert (found.path, found.brief, found.views, found.dtype) == (str(path), "peer_spec", "system", "float32")
+    assert found.tasks == "pocket pocket_train"
+
+
+def test_a_teacher_is_named_by_its_content(probed: tuple[Path, Path, fp8.Measurement], tmp_path: Path) -> None:
+    """The folder may move; a weight, a template or a setting may not change."""
+    _, path, found = probed
+    moved = Path(shutil.copytree(path, tmp_path / "moved"))
+    assert model_digest(str(moved)) == found.teacher == model_digest(str(path))
+    for name in ("model.safetensors", "config.json", "chat_template.jinja"):
+        one = Path(shutil.copytree(path, tmp_path / name))
+        data = bytearray((one / name).read_bytes())
+        data[-2] ^= 1
+        (one / name).write_bytes(data)
+        assert model_digest(str(one)) != found.teacher
+    with pytest.raises(OpsdError, match="content of its files"):
+        model_digest("no-such/model")
+
+
+def test_a_corpus_is_named_by_its_episodes(probed: tuple[Path, Path, fp8.Measurement], tmp_path: Path) -> None:
+    run, _, found = probed
+    assert corpus_digest(run / "episodes") == found.corpus
+    fewer = Path(shutil.copytree(run / "episodes", tmp_path / "fewer"))
+    shutil.rmtree(next(p for p in fewer.iterdir() if p.is_dir()))
+    assert corpus_digest(fewer) != found.corpus
+    with pytest.raises(OpsdError, match="holds no episodes"):
+        corpus_digest(tmp_path / "nothing")
 
 
 def opsd(scale: str = "local") -> OpsdConfig:
@@ -67,19 +98,34 @@ def opsd(scale: str = "local") -> OpsdConfig:
 
 def test_the_launch_wants_a_measurement_that_stands_and_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = dict.fromkeys((*fp8.STATISTICS, "max"), 1e-4)
-    good = fp8.Measurement("model", "bfloat16", "peer_spec", "system", 10, error, {k: 10 * v for k, v in error.items()})
-    weak = fp8.Measurement("model", "bfloat16", "peer_spec", "system", 10, error, error)
+    model, other = tmp_path / "model", tmp_path / "other"
+    model.mkdir(), other.mkdir()
+    (model / "config.json").write_text("{}"), (other / "config.json").write_text("{ }")
+    run = fp8.Measured(model_digest(str(model)), "bfloat16", "peer_spec", "system", "pocket pocket_train", "c")
+    good = fp8.Measurement(*dataclasses.astuple(run), str(model), 10, error, {k: 10 * v for k, v in error.items()})
+    weak = dataclasses.replace(good, signal=error)
     good.write(tmp_path / "good.json")
     weak.write(tmp_path / "weak.json")
     with pytest.raises(OpsdError, match="10 times above"):
-        check_fp8(opsd(), "model", str(tmp_path / "weak.json"))
+        check_fp8(opsd(), str(model), str(tmp_path / "weak.json"))
     with pytest.raises(OpsdError, match="--fp8"):
-        check_fp8(opsd(), "model", str(tmp_path / "absent.json"))
+        check_fp8(opsd(), str(model), str(tmp_path / "absent.json"))
+    with pytest.raises(OpsdError, match=f"teacher {good.teacher} .*{other}"):
+        check_fp8(opsd(), str(other), str(tmp_path / "good.json"))
+    with pytest.raises(OpsdError, match="tasks pocket pocket_train, the run has pocket pocket_eval"):
+        check_fp8(
+            dataclasses.replace(opsd(), tasks=dataclasses.replace(opsd().tasks, train="pocket_eval")),
+            str(model),
+            str(tmp_path / "good.json"),
+        )
+    corpus = dataclasses.replace(opsd(), corpus=str(make_run(tmp_path / "run", ensure_tiny(cache_dir() / "models"))))
+    with pytest.raises(OpsdError, match=f"corpus c, the run has {corpus_digest(tmp_path / 'run' / 'episodes')}"):
+        check_fp8(corpus, str(model), str(tmp_path / "good.json"))
     with pytest.raises(OpsdError, match="no CUDA device"):
-        check_fp8(opsd(), "model", str(tmp_path / "good.json"))
+        check_fp8(opsd(), str(model), str(tmp_path / "good.json"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(OpsdError, match=r"capability 8\.0"):
-        check_fp8(opsd("gpu2"), "model", str(tmp_path / "good.json"))
+        check_fp8(opsd("gpu2"), str(model), str(tmp_path / "good.json"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    check_fp8(opsd("gpu2"), "model", str(tmp_path / "good.json"))
+    check_fp8(opsd("gpu2"), str(model), str(tmp_path / "good.json"))

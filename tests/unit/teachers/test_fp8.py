@@ -115,28 +115,63 @@ def test_a_signal_near_the_error_is_refused() -> None:
 
 
 ERROR = {"mean": 1e-3, "median": 1e-4, "p90": 2e-3, "p99": 1e-2, "max": 0.1}
-FOUND = fp8.Measurement("model", "bfloat16", "peer_spec", "system", 40, ERROR, {k: 11 * v for k, v in ERROR.items()})
+RUN = fp8.Measured("a1", "bfloat16", "peer_spec", "system", "pocket pocket_train", "c1")
+FOUND = fp8.Measurement(*dataclasses.astuple(RUN), "/m/big", 40, ERROR, {k: 11 * v for k, v in ERROR.items()})
+OTHERS = {
+    "teacher": "a2",
+    "dtype": "float32",
+    "brief": "process",
+    "views": "last_user, user turn block",
+    "tasks": "pocket pocket_eval",
+    "corpus": "c2",
+}
 
 
 def test_a_measurement_survives_its_file_and_is_held_against_the_run(tmp_path: Path) -> None:
     FOUND.write(tmp_path / "fp8.json")
     assert fp8.read(tmp_path / "fp8.json") == FOUND
-    fp8.require_measured(FOUND, "model", "peer_spec", "system")
-    for asked in (("other", "peer_spec", "system"), ("model", "process", "system"), ("model", "peer_spec", "last_user")):
-        with pytest.raises(OpsdError, match="measure it"):
-            fp8.require_measured(FOUND, *asked)
-    for change in ({"positions": 0}, {"dtype": "float32"}):
-        with pytest.raises(OpsdError, match="measure it"):
-            fp8.require_measured(dataclasses.replace(FOUND, **change), "model", "peer_spec", "system")
+    fp8.require_measured(FOUND, RUN, "/elsewhere/big")
+    assert set(OTHERS) == {f.name for f in dataclasses.fields(fp8.Measured)}
+    for name, other in OTHERS.items():
+        for found, run in (
+            (FOUND, dataclasses.replace(RUN, **{name: other})),
+            (dataclasses.replace(FOUND, **{name: other}), RUN),
+        ):
+            with pytest.raises(OpsdError, match="measure it") as caught:
+                fp8.require_measured(found, run, "/elsewhere/big")
+            what = caught.value.what
+            assert f" {name} {getattr(found, name)}" in what and getattr(run, name) in what
+            assert [n for n in OTHERS if f" {n} " in what] == [name] and ("/m/big" in what) == (name == "teacher")
+    online = dataclasses.replace(RUN, corpus=None)
+    fp8.require_measured(dataclasses.replace(FOUND, corpus="c2"), online, "/m/big")  # it has yet to play its episodes
+    with pytest.raises(OpsdError, match="no position"):
+        fp8.require_measured(dataclasses.replace(FOUND, positions=0), RUN, "/m/big")
     weak = dataclasses.replace(FOUND, signal={k: 9 * v for k, v in ERROR.items()})
     with pytest.raises(OpsdError, match="10 times above"):
-        fp8.require_measured(weak, "model", "peer_spec", "system")
+        fp8.require_measured(weak, RUN, "/m/big")
+
+
+def test_views_are_named_by_what_decides_their_ids() -> None:
+    ways = [
+        ("system", "block", None, None),
+        ("last_user", "block", None, None),
+        ("last_user", "message", None, None),
+        ("system", "block", 4096, 512),
+        ("system", "block", 4096, 256),
+        ("system", "block", 2048, 256),
+    ]
+    assert len({fp8.views_of(*way) for way in ways}) == len(ways)
+    assert fp8.views_of("system", "block", None, None) == fp8.views_of("system", "message", 8192, None)  # neither is read
 
 
 @pytest.mark.parametrize(
     "text",
     [None, "", "[]", "{}", json.dumps(dataclasses.asdict(FOUND) | {"error": {"mean": 1.0}}), json.dumps({"teacher": "x"})]
-    + [json.dumps(dataclasses.asdict(FOUND) | {"signal": dict.fromkeys(ERROR, odd)}) for odd in (math.inf, math.nan, -1.0)],
+    + [json.dumps(dataclasses.asdict(FOUND) | {"signal": dict.fromkeys(ERROR, odd)}) for odd in (math.inf, math.nan, -1.0)]
+    + [
+        json.dumps(dataclasses.asdict(FOUND) | odd)
+        for odd in ({"positions": True}, {"positions": 4.5}, {"corpus": None}, {"teacher": 3})
+    ],
 )
 def test_a_file_that_is_no_measurement_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is not None:
