@@ -108,7 +108,7 @@ def check_corpus(args: argparse.Namespace, console: Console | None = None) -> in
     from verl_opsd.corpus.select import open_sources
     from verl_opsd.verl_adapter.rendering import chat_rows, harness_tools, hints_of_run, rendering_of
 
-    manifest = read_manifest(args.corpus)
+    manifest = read_manifest(args.corpus, changed=True)
     evaluation = manifest["evaluation"]
     sources = None
     if not args.without_sources:

@@ -32,15 +32,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def export_model(args: argparse.Namespace, console: Console | None = None) -> int:
     """Exports and prints the guards."""
-    from verl_opsd.models.export import export
+    from verl_opsd.models.export import export, tokenizer_and_config
+    from verl_opsd.verl_adapter.chat import VerlReplyParser
+    from verl_opsd.verl_adapter.place import require_writable
 
+    require_writable(args.out.parent, "--out")
     coherent = None
     if args.corpus is not None:
+        if args.max_new < 1:
+            raise OpsdError(f"--max-new {args.max_new}", "a reply has a token at least", "raise it")
+        require_tokenizer(args.checkpoint, args.corpus)
         prompts = first_prompts(args.corpus, args.prompts)
+        VerlReplyParser(tokenizer_and_config(args.checkpoint)[0], args.parser)  # a name that verl lacks is refused first
 
         def coherent(model: Any, tokenizer: Any) -> Guard:
             from verl_opsd.models.export import coherence
-            from verl_opsd.verl_adapter.chat import VerlReplyParser
 
             parser = VerlReplyParser(tokenizer, args.parser)
 
@@ -57,15 +63,35 @@ def export_model(args: argparse.Namespace, console: Console | None = None) -> in
     return 0
 
 
+def require_tokenizer(checkpoint: Path, corpus: Path) -> None:
+    """
+    Raises:
+        OpsdError: the corpus' prompts are in ids of another tokenizer than the checkpoint's.
+    """
+    from verl_opsd.corpus.records import read_manifest
+    from verl_opsd.models.export import tokenizer_and_config
+    from verl_opsd.teachers.cache import tokenizer_hash
+
+    stated, own = read_manifest(corpus)["tokenizer"], tokenizer_hash(tokenizer_and_config(checkpoint)[0])
+    if stated != own:
+        raise OpsdError(
+            f"--corpus {corpus} of tokenizer {stated[:12]}, {checkpoint} of {own[:12]}",
+            "prompts are given in the ids that were recorded, so the model reads them with the tokenizer that made them",
+            "name the corpus that the checkpoint was trained on, or one of its tokenizer",
+        )
+
+
 def first_prompts(corpus: Path, count: int) -> list[list[int]]:
     """Prompts before the first trained reply of a corpus' rows, of different tasks and features first.
 
     Raises:
-        OpsdError: the corpus has fewer rows.
+        OpsdError: the corpus has fewer rows, or was changed.
     """
-    from verl_opsd.corpus.records import read_manifest, read_rows
+    from verl_opsd.corpus.records import read_manifest, read_split, require_files
 
-    rows = [r for e in read_manifest(corpus)["files"].values() for r in read_rows(corpus / e["name"])]
+    manifest = read_manifest(corpus)
+    require_files(corpus, manifest)
+    rows = [r for e in manifest["files"].values() for r in read_split(corpus, e)]
     seen: dict[tuple[str, int], int] = {}
     order = []
     for r in rows:

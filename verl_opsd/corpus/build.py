@@ -14,12 +14,12 @@ from verl_opsd.corpus.card import card, composition, sample_sheet, spread
 from verl_opsd.corpus.contamination import Evaluated, contamination_of_row
 from verl_opsd.corpus.duplicates import near_duplicates
 from verl_opsd.corpus.gates import Verdict, check_rows, check_sources
-from verl_opsd.corpus.records import CORPUS_SCHEMA, MANIFEST, SPLITS, CorpusRow, write_rows
+from verl_opsd.corpus.records import CORPUS_SCHEMA, SPLITS, CorpusRow, write_manifest, write_rows
 from verl_opsd.corpus.rendered import VERSION
 from verl_opsd.corpus.rerender import Rendering
 from verl_opsd.corpus.select import Selection, Source, Spec, draw, select
 from verl_opsd.errors import OpsdError
-from verl_opsd.rundir import file_hash, write_json
+from verl_opsd.rundir import file_hash
 
 #: Rows of the sample that a person judges.
 JUDGED_ROWS = 20
@@ -165,7 +165,7 @@ def write_corpus(
             },
             "gates": [v.as_dict() for v in verdicts],
         }
-        write_json(temporary / MANIFEST, manifest)
+        manifest = write_manifest(temporary, manifest)
         (temporary / "README.md").write_text(card(manifest), encoding="utf-8")
         sheet = sample_sheet(chosen.rows, rendering.decode, JUDGED_ROWS, spec.seed)
         (temporary / "exemplarity.csv").write_text(sheet, encoding="utf-8", newline="")

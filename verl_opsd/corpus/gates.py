@@ -1,6 +1,6 @@
 """Everything that a finished corpus is checked against, each gate by its name.
 
-``file_hash``, ``row_hash``, ``mask``, ``contract``, ``tokenizer``, ``brief_kind``, ``contamination``, ``near_duplicate``,
+``manifest``, ``file_hash``, ``row_hash``, ``mask``, ``contract``, ``tokenizer``, ``brief_kind``, ``contamination``, ``near_duplicate``,
 ``composition`` and ``card`` need the corpus alone; ``recorded``, ``success``, ``observation`` and ``rendered_again`` compare it with the
 episodes that it was made of.
 """
@@ -22,7 +22,7 @@ from verl_opsd.corpus import contamination
 from verl_opsd.corpus.card import card, composition
 from verl_opsd.corpus.contamination import Evaluated, contamination_of_row
 from verl_opsd.corpus.duplicates import near_duplicates
-from verl_opsd.corpus.records import CorpusRow, read_manifest, read_rows
+from verl_opsd.corpus.records import CorpusRow, digest_of, read_manifest, read_rows
 from verl_opsd.corpus.rerender import Rendering, rerender
 from verl_opsd.corpus.select import Source, Spec, longest_observation, passes, rows_of_episode, unlike
 from verl_opsd.errors import OpsdError
@@ -31,6 +31,7 @@ from verl_opsd.tokens.records import Episode
 
 #: Version of each gate; a change of what a gate accepts changes it.
 VERSIONS = {
+    "manifest": "1",
     "file_hash": "1",
     "row_hash": "1",
     "mask": "1",
@@ -194,20 +195,24 @@ def check(
         sources: the corpus' sources by their names; None leaves out the gates that need them.
         rendered: what rendering the corpus' chat files again gives.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, changed=True)
+    found, stated = digest_of(manifest), str(manifest["digest"])
+    signed = verdict(
+        "manifest", [f"it has digest {found[:12]}, and states {stated[:12]}"] if found != stated else [], stated[:12]
+    )
     files = _files(folder, manifest)
     try:
         rows = {split: read_rows(folder / entry["name"]) for split, entry in manifest["files"].items()}
     except OpsdError as error:
-        rest = (Verdict(g, "not run", "the rows can't be read") for g in VERSIONS if g != "file_hash")
-        return [verdict("file_hash", [*files.failures, error.what], ""), *rest]
+        rest = (Verdict(g, "not run", "the rows can't be read") for g in VERSIONS if g not in ("manifest", "file_hash"))
+        return [signed, verdict("file_hash", [*files.failures, error.what], ""), *rest]
     every = [row for some in rows.values() for row in some]
     if (fields := set(manifest["spec"])) != (known := {f.name for f in dataclasses.fields(Spec)}):
         raise OpsdError(
             f"{folder}: specification with {sorted(fields ^ known)}", f"it states {sorted(known)}", "build the corpus again"
         )
     spec = Spec(**manifest["spec"])
-    verdicts = [files, *check_rows(every, spec, manifest["contract_hashes"], target, rendering)]
+    verdicts = [signed, files, *check_rows(every, spec, manifest["contract_hashes"], target, rendering)]
     try:
         verdicts += [
             _manifest_contract(manifest),

@@ -22,15 +22,16 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from verl_opsd.errors import OpsdError
+from verl_opsd.rundir import file_hash, write_json
 from verl_opsd.tokens.records import BriefKind, Episode, Ids, Trajectory
 
 #: Version of the rows and of the manifest; others are refused.
-CORPUS_SCHEMA = 2
+CORPUS_SCHEMA = 3
 MANIFEST = "corpus.json"
 SPLITS = ("train", "validation")
 MANIFEST_KEYS = (
     "schema", "name", "model", "tokenizer", "files", "sources", "contract", "contract_hashes", "spec", "composition", "spread",
-    "brief_kinds", "excluded", "evaluation", "gates",
+    "brief_kinds", "excluded", "evaluation", "gates", "digest",
 )  # fmt: skip
 
 _ARRAYS: dict[str, Any] = {
@@ -196,11 +197,43 @@ def read_split(folder: Path, entry: dict[str, Any]) -> list[CorpusRow]:
     return rows
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def require_files(folder: Path, manifest: dict[str, Any]) -> None:
+    """
+    Raises:
+        OpsdError: a file of the corpus is gone, or was changed.
+    """
+    for entry in manifest["files"].values():
+        path = folder / entry["name"]
+        found = file_hash(path) if path.is_file() else "none"
+        if found != entry["sha256"]:
+            raise OpsdError(
+                f"{path} has SHA-256 {found[:12]}, its manifest says {entry['sha256'][:12]}",
+                "gate file_hash: a corpus is read as it was built",
+                "build it again",
+            )
+
+
+def digest_of(manifest: dict[str, Any]) -> str:
+    """SHA-256 (hex) over a manifest's canonical JSON, its own digest left out."""
+    plain = json.loads(json.dumps({k: v for k, v in manifest.items() if k != "digest"}))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Writes ``corpus.json`` with its digest, and returns it."""
+    manifest = manifest | {"digest": digest_of(manifest)}
+    write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def read_manifest(folder: Path, changed: bool = False) -> dict[str, Any]:
     """``corpus.json`` of a corpus.
 
+    Args:
+        changed: read one that was changed since it was written too; the gate ``manifest`` names it.
+
     Raises:
-        OpsdError: there is none, it is of another version, or a part of it is gone.
+        OpsdError: there is none, it is of another version, was changed, or a part of it is gone.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -218,6 +251,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if missing := [k for k in MANIFEST_KEYS if k not in manifest]:
         raise OpsdError(f"{path} lacks {', '.join(missing)}", "a manifest is whole", "build the corpus again")
+    if not changed and (found := digest_of(manifest)) != manifest["digest"]:
+        raise OpsdError(
+            f"{path} has digest {found[:12]}, it states {str(manifest['digest'])[:12]}",
+            "gate manifest: counts, contract and exclusions are read as they were written",
+            "build the corpus again with `opsd corpus build`",
+        )
     if not _is_form(manifest):
         raise OpsdError(
             f"{path}: files {manifest['files']}, gates {manifest['gates']}",

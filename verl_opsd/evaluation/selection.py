@@ -39,7 +39,8 @@ def read_gates(path: Path) -> tuple[QualificationGate, ...]:
     """Gates of a JSON file, a list of objects with the fields of :class:`QualificationGate`.
 
     Raises:
-        OpsdError: another form, an unknown metric, a gate without a bound or with one that is no finite number, or two of one name.
+        OpsdError: another form, an unknown metric, a gate that none passes, without a bound or with one that is no finite number, or
+            two of one name.
     """
     form = 'a list of {"name": ..., "metric": ..., "least" | "most" | "over_base": number}'
     try:
@@ -53,6 +54,12 @@ def read_gates(path: Path) -> tuple[QualificationGate, ...]:
         bounds = [b for b in (gate.least, gate.most, gate.over_base) if b is not None]
         if not all(type(b) in (int, float) and math.isfinite(b) for b in bounds):
             raise OpsdError(f"{path}: gate {gate.name} with bounds {bounds}", f"gates are {form}, finite", "correct the file")
+        if gate.least is not None and gate.most is not None and gate.least > gate.most:
+            raise OpsdError(
+                f"{path}: gate {gate.name} of at least {gate.least}, at most {gate.most}",
+                "no value passes it",
+                "correct the file",
+            )
         if not bounds:
             raise OpsdError(f"{path}: gate {gate.name} without a bound", f"gates are {form}", "give it one")
     if not gates or len({g.name for g in gates}) != len(gates):

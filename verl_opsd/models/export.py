@@ -53,6 +53,32 @@ class Guard:
     detail: str = ""
 
 
+def of_model(checkpoint: Path) -> Path:
+    """The folder of the model in a checkpoint: verl's main_ppo keeps it below ``actor``."""
+    return checkpoint / "actor" if (checkpoint / "actor").is_dir() else checkpoint
+
+
+def tokenizer_and_config(checkpoint: Path) -> tuple[Any, Any]:
+    """What a checkpoint keeps beside its weights.
+
+    Raises:
+        OpsdError: a file is gone or can't be read.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder = of_model(checkpoint) / "huggingface"
+    if missing := [n for n in ("config.json", "tokenizer_config.json") if not (folder / n).is_file()]:
+        raise OpsdError(f"{folder} lacks {', '.join(missing)}", "a checkpoint has its model's files", "use another checkpoint")
+    try:
+        return AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
+    except Exception as error:  # tokenizers raises plain exceptions
+        raise OpsdError(
+            f"{folder}: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            "a checkpoint has its model's files, as they were written",
+            "use another checkpoint",
+        ) from error
+
+
 def whole_weights(checkpoint: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint, joined from the shards of all ranks, in the precision that was trained.
 
@@ -60,13 +86,19 @@ def whole_weights(checkpoint: Path) -> dict[str, Tensor]:
         OpsdError: no checkpoint of verl's FSDP engine, a rank's file is missing or broken, or weights that are no floating-point numbers.
     """
     (ranks,) = _stated(checkpoint / "fsdp_config.json", "world_size")
+    if ranks < 1:
+        raise OpsdError(
+            f"{checkpoint / 'fsdp_config.json'}: world_size {ranks}", "one rank saves at least", "use another checkpoint"
+        )
     paths = [checkpoint / f"model_world_size_{ranks}_rank_{r}.pt" for r in range(ranks)]
     missing = [p.name for p in paths if not p.is_file()]
     if missing:
         raise OpsdError(f"{checkpoint} lacks {missing}", "every rank has saved its shard", "use another checkpoint")
     try:
         shards = [torch.load(p, map_location="cpu", weights_only=False) for p in paths]
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        if strange := [p.name for p, s in zip(paths, shards, strict=True) if not _are_tensors(s)]:
+            raise TypeError(f"{strange} are no tensors by name")
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ImportError, AttributeError, TypeError, OSError) as error:
         raise OpsdError(f"{checkpoint}: {error}", "every rank's shard can be read", "use another checkpoint") from error
     if other := [p.name for p, s in zip(paths, shards, strict=True) if s.keys() != shards[0].keys()]:
         raise OpsdError(
@@ -76,6 +108,10 @@ def whole_weights(checkpoint: Path) -> dict[str, Tensor]:
     if odd := [f"{k} ({v.dtype})" for k, v in weights.items() if not v.is_floating_point()]:
         raise OpsdError(f"{checkpoint}: {odd[:3]}", "weights are floating-point numbers", "use another checkpoint")
     return weights
+
+
+def _are_tensors(shard: Any) -> bool:
+    return isinstance(shard, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in shard.items())
 
 
 def _stated(path: Path, *names: str) -> list[int]:
@@ -203,7 +239,14 @@ def wrapped(weights: dict[str, Tensor], text_config: Any, wrapper: str) -> tuple
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    config = AutoConfig.from_pretrained(wrapper)
+    try:
+        config = AutoConfig.from_pretrained(wrapper)
+    except (OSError, ValueError) as error:
+        raise OpsdError(
+            f"--wrapper {wrapper}: {str(error).splitlines()[0]}",
+            "a wrapper is a folder or a hub name of a multimodal checkpoint",
+            "correct it",
+        ) from error
     theirs = getattr(config, "text_config", None)
     ignored = {"architectures", "dtype", "torch_dtype", "_name_or_path", "transformers_version", "model_type"}
     if theirs is None:
@@ -283,23 +326,11 @@ def export(
     Raises:
         OpsdError: bad input, or a guard that did not pass.
     """
-    from transformers import AutoConfig, AutoTokenizer
-
-    if (checkpoint / "actor").is_dir():
-        checkpoint = checkpoint / "actor"  # as verl's main_ppo keeps it
+    checkpoint = of_model(checkpoint)
     if out.exists():
         raise OpsdError(f"{out} exists", "an export is written once", "name another folder, or remove it by hand")
     weights, guards = whole_weights(checkpoint), []
-    if missing := [n for n in ("config.json", "tokenizer_config.json") if not (checkpoint / "huggingface" / n).is_file()]:
-        raise OpsdError(
-            f"{checkpoint}/huggingface lacks {', '.join(missing)}",
-            "a checkpoint has its model's files",
-            "use another checkpoint",
-        )
-    tokenizer, config = (
-        AutoTokenizer.from_pretrained(checkpoint / "huggingface"),
-        AutoConfig.from_pretrained(checkpoint / "huggingface"),
-    )
+    tokenizer, config = tokenizer_and_config(checkpoint)
     adapted = any(".lora_" in k for k in weights)
     if adapted:
         rank, alpha = _stated(checkpoint / "lora_train_meta.json", "r", "lora_alpha")

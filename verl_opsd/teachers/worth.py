@@ -239,6 +239,8 @@ def parse(values: Mapping[str, Any]) -> Matrix:
         raise OpsdError(
             "a task outside 0..2 features, or noise outside [0, 1)", "two features a pair; noise is a rate", "correct the file"
         )
+    if not cells:
+        raise OpsdError("cells is empty", "a matrix compares what was measured", "name evaluation runs, or give counts")
     named = [(t.task, t.context) for t in tasks]
     twice = sorted({n for n in named if named.count(n) > 1})
     foreign = sorted({context for _, context in named} - {context for context, _ in cells})

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from verl_opsd.errors import OpsdError
+from verl_opsd.rundir import file_hash
 from verl_opsd.teachers.cache import tokenizer_hash
 
 
@@ -25,11 +26,11 @@ class CorpusDataset(Dataset):
     """verl's ``data.custom_cls``.
 
     Args:
-        parquet_files: a schedule: ``{"tokenizer": SHA-256, "files": {bucket: Parquet file}, "entries": [[bucket, row], ...],
+        parquet_files: a schedule: ``{"tokenizer": SHA-256, "files": {bucket: Parquet file}, "sha256": {bucket: its hash}, "entries": [[bucket, row], ...],
             "shuffled": whether verl shuffles it}``. Row -1 is padding.
 
     Raises:
-        OpsdError: the ids are of another tokenizer.
+        OpsdError: the ids are of another tokenizer, or a file is not the one that was checked.
     """
 
     def __init__(self, parquet_files: str, tokenizer: Any, config: Any = None, processor: Any = None, max_samples: int = -1):
@@ -46,6 +47,13 @@ class CorpusDataset(Dataset):
                 "the schedule says what is trained on",
                 "leave train_max_samples and val_max_samples out",
             )
+        for bucket, path in stated["files"].items():
+            if (have := file_hash(Path(path))) != stated["sha256"][bucket]:
+                raise OpsdError(
+                    f"{path} has SHA-256 {have[:12]}, the schedule {parquet_files} says {stated['sha256'][bucket][:12]}",
+                    "every rank reads the rows that rank 0 has checked",
+                    "give all hosts the same corpus, as it was built",
+                )
         self._end = int(tokenizer.eos_token_id)
         self._tables = {k: pq.read_table(v, columns=["input_ids", "loss_mask"]) for k, v in stated["files"].items()}
         self.entries: list[tuple[str, int]] = [(bucket, row) for bucket, row in stated["entries"]]

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_opsd import resume
 from verl_opsd.corpus.curriculum import Entry, Phase, schedule
-from verl_opsd.corpus.records import read_manifest, read_split
+from verl_opsd.corpus.records import read_manifest, read_split, require_files
 from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir, file_hash, write_json
 from verl_opsd.verl_adapter.callback import refusing
@@ -112,13 +112,7 @@ def _same_corpora(folders: dict[str, Path], manifests: dict[str, dict[str, Any]]
     first: EvalContract | None = None
     for name, m in manifests.items():
         where = f"corpus {name} ({folders[name]})"
-        for entry in m["files"].values():
-            if (found := file_hash(folders[name] / entry["name"])) != entry["sha256"]:
-                raise OpsdError(
-                    f"{where}: {entry['name']} has SHA-256 {found[:12]}, its manifest says {entry['sha256'][:12]}",
-                    "gate file_hash: a corpus is trained on as it was built",
-                    "build it again",
-                )
+        require_files(folders[name], m)
         broken = [g["gate"] for g in m["gates"] if g["verdict"] != "pass"]
         if broken:
             raise OpsdError(f"{where}: gates {', '.join(broken)} did not pass", "gates fail closed", "build it again")

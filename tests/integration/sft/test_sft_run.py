@@ -16,10 +16,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from verl_opsd.corpus.records import CORPUS_SCHEMA, MANIFEST_KEYS, CorpusRow, read_rows, write_rows
+from verl_opsd.corpus.records import CORPUS_SCHEMA, MANIFEST_KEYS, CorpusRow, read_rows, write_manifest, write_rows
 from verl_opsd.models.export import whole_weights
 from verl_opsd.models.tiny import WARM
-from verl_opsd.rundir import file_hash, write_json
+from verl_opsd.rundir import file_hash
 from verl_opsd.teachers.cache import tokenizer_hash
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -47,8 +47,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split, start, n in (("train", 0, 7), ("validation", 50, 3)):
         write_rows(path / f"{split}.parquet", [row(start + i) for i in range(n)])
         files[split] = {"name": f"{split}.parquet", "rows": n, "sha256": file_hash(path / f"{split}.parquet")}
-    write_json(
-        path / "corpus.json",
+    write_manifest(
+        path,
         {
             **dict.fromkeys(MANIFEST_KEYS),
             "schema": CORPUS_SCHEMA,

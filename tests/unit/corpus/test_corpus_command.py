@@ -66,7 +66,7 @@ def run_with_model(run: Path) -> Path:
 
 def test_a_recorded_corpus_is_built_checked_and_shown(recorded, run_with_model):
     code, text = opsd("check", str(recorded))
-    assert code == 0 and text.count(" pass ") == 14
+    assert code == 0 and text.count(" pass ") == 15
     assert "3 of 2 episodes" in opsd("show", str(recorded))[1]
     manifest = read_manifest(recorded)
     assert manifest["spec"]["near_duplicate"] == 0.9 and manifest["model"] == "model"

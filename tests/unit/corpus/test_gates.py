@@ -13,10 +13,10 @@ from recorded import CONTRACT, rendering
 
 from verl_opsd.corpus.card import card, composition
 from verl_opsd.corpus.gates import VERSIONS, check
-from verl_opsd.corpus.records import MANIFEST, CorpusRow, read_manifest, read_rows, write_rows
+from verl_opsd.corpus.records import MANIFEST, MANIFEST_KEYS, CorpusRow, read_manifest, read_rows, write_manifest, write_rows
 from verl_opsd.corpus.select import Source
 from verl_opsd.errors import OpsdError
-from verl_opsd.rundir import file_hash, write_json
+from verl_opsd.rundir import file_hash
 from verl_opsd.tokens import EpisodeStore
 
 
@@ -38,7 +38,7 @@ def rewrite(corpus: Path, change: Callable[[CorpusRow], CorpusRow], *, row_hash:
         manifest = read_manifest(corpus)
         manifest["files"]["train"]["sha256"] = file_hash(path)
         manifest["composition"] = composition(rows)
-        write_json(corpus / MANIFEST, manifest)
+        write_manifest(corpus, manifest)
         (corpus / "README.md").write_text(card(manifest))
 
 
@@ -75,7 +75,7 @@ def test_a_changed_value_is_caught_at_every_depth_of_repair(name, where, corpus,
     assert "file_hash" in found and "row_hash" in found
     manifest = read_manifest(corpus)
     manifest["files"]["train"]["sha256"] = file_hash(corpus / "train.parquet")
-    write_json(corpus / MANIFEST, manifest)
+    write_manifest(corpus, manifest)
     found = failed(corpus, run, target)
     assert "file_hash" not in found and "row_hash" in found
     rewrite(corpus, lambda row: row)
@@ -123,7 +123,7 @@ def test_a_changed_manifest_is_caught(entry, gate, corpus, run, target):
         node = node[key]
     old = node[entry[-1]]
     node[entry[-1]] = old + 1 if isinstance(old, int) else ("0" if old[0] != "0" else "1") + old[1:]
-    (corpus / MANIFEST).write_text(json.dumps(manifest))
+    write_manifest(corpus, manifest)
     assert set(failed(corpus, run, target)) - {"card"} == {gate}
 
 
@@ -191,7 +191,7 @@ def test_damage_to_a_file_is_that_gates_and_the_others_do_not_run(corpus, run, t
 def test_the_card_is_what_the_manifest_gives(change, corpus, run, target):
     manifest = read_manifest(corpus)
     change(manifest)
-    write_json(corpus / MANIFEST, manifest)
+    write_manifest(corpus, manifest)
     assert "card" in failed(corpus, run, target)
 
 
@@ -211,12 +211,42 @@ def test_an_episode_on_both_sides_of_the_split_is_caught(corpus, run, target):
         write_rows(corpus / f"{split}.parquet", some)
         file = corpus / f"{split}.parquet"
         manifest["files"][split] = {"name": file.name, "rows": len(some), "sha256": file_hash(file)}
-    write_json(corpus / MANIFEST, manifest)
+    write_manifest(corpus, manifest)
     (corpus / "README.md").write_text(card(manifest))
     assert failed(corpus, run, target) == {"composition": "run/a is in train and validation"}
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 2}'])
+def other(value):
+    """Another value of the same form: what a hand that edits the file would leave."""
+    if isinstance(value, dict):
+        return {k: other(v) if i == 0 else v for i, (k, v) in enumerate(value.items())} or {"added": 1}
+    if isinstance(value, list):
+        return [other(value[0]), *value[1:]] if value else ["added"]
+    return f"{value}x" if isinstance(value, str) else 1 if value is None else value + 1
+
+
+@pytest.mark.parametrize("key", [k for k in MANIFEST_KEYS if k != "schema"])
+def test_a_manifest_that_was_edited_is_refused_wherever_it_is_read_and_named_by_its_gate(key, corpus, run, target):
+    text = (corpus / MANIFEST).read_text()
+    (corpus / MANIFEST).write_text(json.dumps(json.loads(text), indent=7))  # the same, laid out otherwise
+    assert read_manifest(corpus) == json.loads(text)
+    manifest = json.loads(text)
+    manifest[key] = other(manifest[key])
+    (corpus / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(OpsdError, match=r"corpus\.json has digest [0-9a-f]{12}, it states"):
+        read_manifest(corpus)
+    if key in ("name", "sources", "composition", "excluded", "gates", "digest", "spread"):  # what a check can go on with
+        assert "it has digest" in failed(corpus, run, target)["manifest"]
+
+
+def test_a_manifest_of_an_older_version_is_refused_with_a_way_out(corpus):
+    manifest = {k: v for k, v in read_manifest(corpus).items() if k != "digest"} | {"schema": 2}
+    (corpus / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(OpsdError, match=r"of schema 2\n(.|\n)*opsd corpus build"):
+        read_manifest(corpus)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 3}'])
 def test_a_manifest_that_is_none_is_refused(text, corpus):
     (corpus / MANIFEST).write_text(text)
     with pytest.raises(OpsdError, match=r"corpus\.json"):
@@ -226,7 +256,7 @@ def test_a_manifest_that_is_none_is_refused(text, corpus):
 def test_a_specification_of_another_version_is_refused(corpus, run, target):
     manifest = read_manifest(corpus)
     manifest["spec"]["no_such"] = 1
-    write_json(corpus / MANIFEST, manifest)
+    write_manifest(corpus, manifest)
     with pytest.raises(OpsdError, match=r"specification with \['no_such'\]"):
         failed(corpus, run, target)
 
@@ -252,7 +282,7 @@ def test_a_manifest_with_a_key_lost_anywhere_is_told_from_a_bug(part, corpus, ru
         for step in above:
             place = place[step]
         del place[key]
-        write_json(corpus / MANIFEST, manifest)
+        write_manifest(corpus, manifest)
         try:
             failed(corpus, run, target)
         except OpsdError as error:

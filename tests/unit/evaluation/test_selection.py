@@ -71,6 +71,7 @@ def test_gates_of_a_file_and_over_the_base(tmp_path: Path):
     ("text", "what"),
     [
         ("{", "gates.json"),
+        ('[{"name": "A", "metric": "submitted", "least": 0.6, "most": 0.5}]', "no value passes it"),
         ('[{"name": "A"}]', "metric"),
         ('[{"name": "A", "metric": "no_such", "least": 1}]', "'no_such'"),
         ('[{"name": "A", "metric": "submitted"}]', "without a bound"),

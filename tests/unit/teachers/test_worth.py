@@ -181,5 +181,8 @@ def test_command(capsys, tmp_path):
     assert "overridden: an upper bound is wanted" in line["detail"]
     assert main(["teacher-matrix", str(TABLE), "--override", "an upper bound is wanted"]) == 2
     broken = tmp_path / "broken.json"
+    for cells in ([], [{"context": "none", "model": "student", "pairs": [0, 0]}]):
+        broken.write_text(json.dumps({"cells": cells}))
+        assert main(["teacher-matrix", str(broken)]) == 2 and "error: " in capsys.readouterr().err
     broken.write_text("[]")
     assert main(["teacher-matrix", str(broken)]) == 2

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoTokenizer
 
 from verl_opsd.corpus.curriculum import Phase, schedule
-from verl_opsd.corpus.records import CORPUS_SCHEMA, MANIFEST_KEYS, CorpusRow, write_rows
+from verl_opsd.corpus.records import CORPUS_SCHEMA, MANIFEST_KEYS, CorpusRow, write_manifest, write_rows
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import WARM
 from verl_opsd.rundir import RunDir, file_hash, write_json
@@ -56,7 +56,7 @@ def make_corpus(path: Path, lengths: list[int], held: list[int], **changes: Any)
         "gates": [{"gate": "mask", "verdict": "pass"}],
         **changes,
     }
-    write_json(path / "corpus.json", manifest)
+    write_manifest(path, manifest)
     return path
 
 
@@ -195,7 +195,9 @@ def test_batches_are_those_of_the_schedule_bit_for_bit(ranks, tmp_path):
     path = tmp_path / "train.json"
     files = {"all": str(corpus / "train.parquet")}
     write_json(
-        path, {"tokenizer": tokenizer_hash(tokenizer), "files": files, "entries": [list(e) for e in entries], "shuffled": True}
+        path,
+        {"tokenizer": tokenizer_hash(tokenizer), "files": files, "sha256": {k: file_hash(Path(v)) for k, v in files.items()}}
+        | {"entries": [list(e) for e in entries], "shuffled": True},
     )
     data = CorpusDataset(str(path), tokenizer)
     steps: list[list[Any]] = [[] for _ in range(len(entries) // 4)]

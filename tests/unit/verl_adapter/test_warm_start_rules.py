@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from transformers import AutoTokenizer
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_opsd.contract import EvalContract
+from verl_opsd.corpus.records import write_manifest, write_rows
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.tiny import WARM
-from verl_opsd.rundir import RunDir, write_json
+from verl_opsd.rundir import RunDir, file_hash, write_json
 from verl_opsd.teachers.cache import tokenizer_hash
 from verl_opsd.verl_adapter.sft import SftEngine
 from verl_opsd.verl_adapter.sft_config import parse
@@ -111,7 +113,7 @@ def test_rows_that_the_manifest_does_not_count_are_no_corpus(stated, compose, ru
     corpus = make_corpus(tmp_path / "a", [10, 20], [])
     manifest = json.loads((corpus / "corpus.json").read_text())
     manifest["files"]["train"]["rows"] = stated
-    write_json(corpus / "corpus.json", manifest)
+    write_manifest(corpus, manifest)
     with pytest.raises(OpsdError, match=f"of 2 rows, its manifest says {stated}"):
         prepare(compose(f"corpus={corpus}", "trainer.test_freq=-1"), run, 1)
 
@@ -183,12 +185,17 @@ def test_rows_that_verl_does_not_shuffle_come_in_order_each_from_its_own_bucket(
     entries = [["b", 2], ["a", 1], ["", -1], ["b", 0], ["a", 0]]
     files = {k: str(v / "train.parquet") for k, v in folders.items()}
     write_json(
-        tmp_path / "s.json", {"tokenizer": tokenizer_hash(tokenizer), "files": files, "entries": entries, "shuffled": False}
+        tmp_path / "s.json",
+        {"tokenizer": tokenizer_hash(tokenizer), "files": files, "sha256": {k: file_hash(Path(v)) for k, v in files.items()}}
+        | {"entries": entries, "shuffled": False},
     )
     data = CorpusDataset(str(tmp_path / "s.json"), tokenizer)
     got = [data[i]["input_ids"].tolist() for i in range(len(data))]
     ids = [row(500 + i, n).input_ids.tolist() for i, n in ((2, 13), (1, 20), (0, 11), (0, 10))]
     assert got == [*ids[:2], [tokenizer.eos_token_id] * 2, *ids[2:]]
+    write_rows(folders["b"] / "train.parquet", [row(i, 9) for i in range(3)])  # another host has other rows
+    with pytest.raises(OpsdError, match=r"b/train.parquet has SHA-256 [0-9a-f]{12}, the schedule"):
+        CorpusDataset(str(tmp_path / "s.json"), tokenizer)
 
 
 def start(config: Any, run: RunDir) -> None:
