@@ -12,13 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import special
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.evaluation.shapes import Rate
-
-Floats = NDArray[np.float64]
 
 #: 0.975 quantile of the standard normal distribution.
 _Z = -float(special.ndtri(0.025))

@@ -26,7 +26,6 @@ from verl_opsd.tokens.records import Episode, TurnRecord
 
 #: Texts from this length on are shared between episodes.
 SHARED = 200
-NO_SECRETS = Secrets(frozenset(), frozenset())
 
 
 class _Characters(dict[int, str]):
