@@ -88,9 +88,7 @@ def test_sessions_and_adapter_update_on_two_replicas(cluster, model_path, compos
         for turn, (prompt, out) in enumerate(played):
             assert out.stop_reason == ("completed" if out.token_ids[-1] == 2 else "length")
             assert len(out.token_ids) == 12 or out.token_ids[-1] == 2
-            np.testing.assert_allclose(
-                out.log_probs, reference_logprobs(reference, prompt, out.token_ids), rtol=1e-6, atol=2e-6
-            )
+            np.testing.assert_allclose(out.log_probs, reference_logprobs(reference, prompt, out.token_ids), atol=1e-5)
             held = len(played[turn - 1][0]) + len(played[turn - 1][1].token_ids) - 1 if turn else 0
             assert out.extra_fields["num_cached_tokens"] == held
     counters = [ray.get(h.counters.remote()) for h in manager.server_handles]
@@ -126,13 +124,13 @@ def test_sessions_and_adapter_update_on_two_replicas(cluster, model_path, compos
     for handle in manager.server_handles:
         (scored,) = ray.get(handle.score_logprobs.remote([prompt], [[3, 149]]))
         assert scored.dtype == np.float32
-        np.testing.assert_allclose(scored, expected, atol=2e-6)
+        np.testing.assert_allclose(scored, expected, atol=1e-5)
     with pytest.raises(OpsdError, match=r"unexpected.*nonsense"):
         bad = {**tensors, "base_model.model.nonsense.lora_A.weight": torch.zeros(1)}
         asyncio.run(adapter.update_weights(iter(bad.items()), peft_config=lora.to_dict(), global_steps=8))
     out = asyncio.run(client.generate("s0", prompt_ids=prompt, sampling_params=dict(params), session="s0", turn=9))
     assert out.extra_fields["num_cached_tokens"] == 0 and out.extra_fields["global_steps"] == 7
-    np.testing.assert_allclose(out.log_probs, reference_logprobs(trained, prompt, out.token_ids), atol=2e-6)
+    np.testing.assert_allclose(out.log_probs, reference_logprobs(trained, prompt, out.token_ids), atol=1e-5)
     with pytest.raises(OpsdError, match="2048 tokens"):
         too_long = {**params, "max_tokens": 2000}
         asyncio.run(client.generate("s0", prompt_ids=prompt, sampling_params=too_long, session="s0", turn=10))
@@ -166,7 +164,7 @@ def test_scripted_replies_and_faults(cluster, model_path, compose_config, tmp_pa
     assert tokenizer.decode(second.token_ids) == (
         'run\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls \\"a\\""}}\n</tool_call><|im_end|>'
     )
-    np.testing.assert_allclose(second.log_probs, reference_logprobs(model, prompt, second.token_ids), atol=2e-6)
+    np.testing.assert_allclose(second.log_probs, reference_logprobs(model, prompt, second.token_ids), atol=1e-5)
     with pytest.raises(OpsdError, match="scripted fault"):
         turn(2)
     with pytest.raises(OpsdError, match="pair pair, agent1, turn 4"):

@@ -11,7 +11,7 @@ from verl_opsd.verl_adapter.rollout.engine_core import EngineCore, Reply, Reques
 from verl_opsd.verl_adapter.rollout.kv import BLOCK
 from verl_opsd.verl_adapter.rollout.sampling import SamplingParams
 
-ATOL = 5e-6
+ATOL = 1e-5
 NO_EOS = {511}
 
 

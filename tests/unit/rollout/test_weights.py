@@ -44,7 +44,7 @@ def test_adapter_is_served_and_a_second_one_replaces_it(qwen3):
     for seed, step in ((1, 1), (2, 2)):
         reference, tensors, config = trained_adapter(qwen3.stock, seed)
         model, report = load_adapter(model, tensors, config, step)
-        np.testing.assert_allclose(served_logprobs(model), logprobs(reference), atol=2e-6)
+        np.testing.assert_allclose(served_logprobs(model), logprobs(reference), atol=1e-5)
         assert np.abs(logprobs(reference) - logprobs(qwen3.stock)).max() > 0.1
         # 7 linear layers in each of 2 blocks, two matrices each.
         assert (report.kind, report.step, report.bound, report.zero_B) == ("adapter", step, 28, ())
@@ -59,7 +59,7 @@ def test_names_of_a_multimodal_checkpoint_bind_to_its_text_model(qwen3):
     assert stored.keys().isdisjoint(tensors)
     model, report = load_adapter(qwen3.served, stored, config, 1)
     assert report.bound == 28
-    np.testing.assert_allclose(served_logprobs(model), logprobs(reference), atol=2e-6)
+    np.testing.assert_allclose(served_logprobs(model), logprobs(reference), atol=1e-5)
     full = {k.replace("model.", "model.language_model."): v for k, v in qwen3.stock.state_dict().items()}
     assert load_full(model, full, 2).bound == len(full)
 
@@ -130,7 +130,7 @@ def test_full_weights_are_served(qwen3, names):
     elif names == "with the tied head":
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     report = load_full(qwen3.served, tensors, 4)
-    np.testing.assert_allclose(served_logprobs(qwen3.served), logprobs(qwen3.stock), atol=2e-6)
+    np.testing.assert_allclose(served_logprobs(qwen3.served), logprobs(qwen3.stock), atol=1e-5)
     assert (report.kind, report.step, report.bound) == ("full", 4, len(tensors))
 
 
@@ -152,7 +152,7 @@ def test_full_weights_under_an_adapter_leave_the_adapter(qwen3):
     places = get_peft_model_state_dict(reference, save_embedding_layers=False)
     for name, t in tensors.items():
         places[name].copy_(t)
-    np.testing.assert_allclose(served_logprobs(model), logprobs(reference.eval()), atol=2e-6)
+    np.testing.assert_allclose(served_logprobs(model), logprobs(reference.eval()), atol=1e-5)
 
 
 def test_low_precision_base_keeps_a_full_precision_adapter(qwen3):
