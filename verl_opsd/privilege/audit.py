@@ -2,7 +2,8 @@
 
 Public text is exempt from the search for leaks: a section that is a peer's task text word for word was given to that peer. Everything
 else is searched for code, line numbers, test text, and knowledge of the collision (files, regions, signatures that both sides
-touch). Words and patterns first, then the gold and test patches where they are at hand.
+touch). Words and patterns first, then the gold and test patches where they are at hand, also for what says the same in plain words
+(``paraphrase``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from verl_opsd.errors import OpsdError
 from verl_opsd.privilege.briefs import Brief, Section
 from verl_opsd.privilege.hunks import added_lines, edits
+from verl_opsd.privilege.paraphrase import DEFINED, paraphrased
 
 #: Code tokens in a row that count as text of a patch; words in a row that count as a leak to the student.
 PATCH_TOKENS, LEAK_WORDS = 8, 8
@@ -53,6 +55,13 @@ _CODE_ANYWHERE = re.compile(
     r"|\b(?:cat|tee|python3?)\s*(?:>|<<|-c\b)[^\n`]*|\btee\s+[^\n`]*<<[^\n`]*|\becho\b[^\n`]*>[^\n`]*",
     re.MULTILINE,
 )
+#: A signature in words.
+_IN_WORDS = re.compile(
+    r"\b(?:add|give|introduce|insert|append|takes?|gets?)\b[^.\n]{0,60}\b(?:parameter|argument|kwarg|option|flag|field|attribute|method|function|helper|"
+    r"class)\s+(?:named|called)\s+[\"'`]?\w+"
+    r"|\b(?:chang|extend|alter|modify|widen)\w*\s+the\s+signature\s+of\s+(?!(?:an?|any|the|each|every|your|its|their|shared|some|what)\b)\S+"
+    r"|\bdefault(?:s|ing)?(?:\s+value)?\s+(?:(?:of|to|is)\s+)?(?:\d+(?:\.\d+)?(?!\s+(?:step|message|minute|line|item|word|commit)s?\b)|None|True|False)\b",
+)
 _TENS = r"(?:twent|thirt|fort|fift|sixt|sevent|eight|ninet)"
 _ONES = r"(?:one|two|three|four|five|six|seven|eight|nine)"
 _NUMBER = (
@@ -75,9 +84,6 @@ _TESTS = re.compile(
     re.IGNORECASE,
 )
 _STRING = re.compile(rf"\"([^\"\n]{{{LITERAL},}})\"|(?<!\w)'([^'\n]{{{LITERAL},}})'(?!\w)|`([^`\n]{{{LITERAL},}})`")
-_NAMED = re.compile(
-    r"^\s*(?:pub(?:\([^)]*\))?\s+)?(?:async\s+)?(?:def|fn|func|class|struct|interface|function)\s+(?:\([^)]*\)\s*)?(\w+)"
-)
 
 #: Typographic quotes, as an editor puts them in place of code's.
 _STRAIGHT = str.maketrans("\u201c\u201d\u201e\u2018\u2019\u201a", "\"\"\"'''")
@@ -154,7 +160,11 @@ def audit(brief: Brief, material: Material) -> Audit:
     for s in searched:
         if s.kind == "answer":
             findings[Finding("answer", s.name, str(s.answer))] = None
-        looks = [] if s.text.strip() in foreign else [*_patterns(s.text), *_collisions(s.text, material)]
+        looks = (
+            []
+            if s.text.strip() in foreign
+            else [*_patterns(s.text), *_collisions(s.text, material), *_in_words(s.text, material)]
+        )
         for kind, text in [*looks, *_patch_text(s.text, material)]:
             findings[Finding(kind, s.name, " ".join(text.split())[:80])] = None
     wanted = sorted({x for s in brief.sections for x in _specifics(s.text)})
@@ -189,7 +199,7 @@ def _patterns(text: str) -> list[tuple[str, str]]:
     text = text.translate(_STRAIGHT)
     found = [("line_number", m[0]) for m in _LINES.finditer(text)]
     found += [("test_text", m[0]) for m in _TESTS.finditer(text)]
-    found += [("code", m[0]) for m in _CODE_ANYWHERE.finditer(text)]
+    found += [("code", m[0]) for look in (_CODE_ANYWHERE, _IN_WORDS) for m in look.finditer(text)]
     for span in _SPAN.finditer(text):
         for line in (span[1] if span[1] is not None else span[2]).splitlines():
             if line.strip() and not _SHELL.match(line) and _CODE_IN_SPAN.search(line):
@@ -201,6 +211,14 @@ def _collisions(text: str, material: Material) -> list[tuple[str, str]]:
     """Files that the agent's own texts don't name; symbols that several gold patches change or add."""
     own_task = "\n".join(t for t in material.public if t in material.own)
     found = [("collision", m[0]) for m in _PATH.finditer(text) if m[0] not in own_task]
+    for path in {f for patch in (*material.gold, *material.tests) for f in edits(patch)}:
+        stem, _, suffix = path.rpartition("/")[2].partition(".")
+        word = re.escape(stem)
+        said = re.search(
+            rf"(?<![\w/]){word}\s+(?:dot\s+{re.escape(suffix)}|module|file|source|script)\b|\b(?:module|file|script)\s+(?:(?:named|called)\s+)?{word}\b",
+            text,
+        )
+        found += [("collision", said[0])] if stem and said and not re.search(rf"\b{word}\b", own_task) else []
     if len(material.gold) > 1:
         files = [edits(patch).keys() for patch in material.gold]
         shared = {f for i, names in enumerate(files) for f in names if any(f in other for other in files[:i] + files[i + 1 :])}
@@ -208,10 +226,6 @@ def _collisions(text: str, material: Material) -> list[tuple[str, str]]:
         touched = {
             n for i, names in enumerate(symbols) for n in names if any(n in other for other in symbols[:i] + symbols[i + 1 :])
         }
-        for path in shared:
-            stem, _, suffix = path.rpartition("/")[2].partition(".")
-            said = re.search(rf"(?<![\w/]){re.escape(stem)}\s+(?:dot\s+{re.escape(suffix)}|module|file|source)\b", text)
-            found += [("collision", said[0])] if stem and said and said[0] not in own_task else []
         names = shared | {n for n in touched if len(n) > 3 and not re.search(rf"\b{re.escape(n)}\b", own_task)}
         found += [
             ("collision", n) for n in sorted(names) if re.search(rf"(?<![\w/]){re.escape(n)}\b", text) and n not in own_task
@@ -222,7 +236,7 @@ def _collisions(text: str, material: Material) -> list[tuple[str, str]]:
 def _symbols(patch: str) -> frozenset[str]:
     """Functions and classes whose definition a patch touches, hunk headers included."""
     lines = [line.split("@@", 2)[-1] if line.startswith("@@") else line[1:] for line in patch.split("\n") if line[:1] in "+-@"]
-    return frozenset(m[1] for line in lines if (m := _NAMED.match(line)))
+    return frozenset(m[1] for line in lines if (m := DEFINED.match(line)))
 
 
 def _patch_text(text: str, material: Material) -> list[tuple[str, str]]:
@@ -242,9 +256,19 @@ def _patch_text(text: str, material: Material) -> list[tuple[str, str]]:
     return found
 
 
+def _in_words(text: str, material: Material) -> list[tuple[str, str]]:
+    """What patches add or change, said in plain words."""
+    sources = (("test_text", material.tests), ("gold_text", material.gold))
+    return [
+        (kind, said)
+        for kind, patches in sources
+        for said in paraphrased(text, patches, material.public, (HARNESS, *material.own))
+    ]
+
+
 def _new_names(patch: str) -> set[str]:
     """Functions and classes that a patch defines, of those whose names can't be a word of a sentence."""
-    names = (m[1] for line in added_lines(patch) if (m := _NAMED.match(line)))
+    names = (m[1] for line in added_lines(patch) if (m := DEFINED.match(line)))
     return {n for n in names if re.search(r"\w_\w|[a-z\d][A-Z]|\d", n) and not n.startswith("__")}
 
 

@@ -242,8 +242,9 @@ def test_symbols_that_both_sides_touch_are_knowledge_of_the_collision():
     patch = "--- a/m.py\n+++ b/m.py\n@@ -5,1 +5,2 @@ def render_all(x):\n a\n+b\n"
     other = patch.replace("+b", "+c")
     found = audit(guidance("You both change render_all together."), Material(gold=(patch, other)))
-    assert [(f.kind, f.text) for f in found.findings] == [("collision", "render_all")]
-    assert audit(guidance("You both change render_all together."), Material(gold=(patch,))).findings == ()
+    assert [(f.kind, f.text) for f in found.findings] == [("gold_text", "render_all"), ("collision", "render_all")]
+    alone = audit(guidance("You both change render_all together."), Material(gold=(patch,)))
+    assert [(f.kind, f.text) for f in alone.findings] == [("gold_text", "render_all")]  # what one side's answer changes
     own = Material(("Fix render_all in m.py.", "x"), ("Fix render_all in m.py.",), (patch, other))
     assert audit(guidance("You both change render_all in m.py together."), own).findings == ()
 
