@@ -88,6 +88,10 @@ class Choice:
         return "; ".join([text, *self.why])
 
 
+#: Of an accelerator with everything installed.
+FASTEST = Choice("fla", "liger", "triton", True, ())
+
+
 def choose(facts: Facts) -> Choice:
     """The kernels for a machine. No part is ever a wrong one; a slow one says so in ``why``."""
     if not facts.cuda:

@@ -22,6 +22,8 @@ PART = 18432
 TILE = 256
 #: Bytes of a trained parameter: float32 master, gradient and two moments.
 TRAINED = 16
+#: Bytes that a rollout server's process of its own keeps on a device while it sleeps: its CUDA context and graphs.
+ASLEEP = 3e9
 
 
 def usable(device_bytes: float) -> float:
@@ -75,8 +77,8 @@ def step_bytes(shape: ModelShape, tokens: int, chosen: Plan) -> float:
 
 
 def student_bytes(shape: ModelShape, rank: int) -> float:
-    """Weights in bf16, adapters in float32 with their gradients and moments."""
-    return BF16 * shape.parameters + TRAINED * shape.lora_parameters(rank)
+    """Weights in bf16, adapters of this rank in float32 with their gradients and moments; rank 0: all parameters are trained."""
+    return BF16 * shape.parameters + TRAINED * shape.lora_parameters(rank) if rank else float(TRAINED * shape.parameters)
 
 
 def teacher_bytes(shape: ModelShape, fp8: bool = False) -> float:
@@ -93,12 +95,28 @@ def part_tokens(tokens: int, most: int = PART) -> int:
     return min(math.ceil(even / TILE) * TILE, most)
 
 
-def score_bytes(shape: ModelShape, tokens: int, part: int) -> float:
+def carries(shape: ModelShape, ranks: int) -> bool:
+    """Whether a device teacher (``teachers.device``) hands its state on: from part to part, and from a shared prefix to its branches. A model
+    without linear attention, and one that is sharded over ``ranks``, scores every sequence whole."""
+    return "linear_attention" in shape.kinds and ranks == 1
+
+
+def at_once(shape: ModelShape, tokens: int, ranks: int, part: int = PART) -> int:
+    """Most tokens of one forward of a device teacher."""
+    return part if carries(shape, ranks) else tokens
+
+
+def score_bytes(shape: ModelShape, tokens: int, part: int, forked: bool = False) -> float:
     """Of scoring passes of up to ``tokens`` tokens, beside weights: a part at work (never more than ``part`` tokens, :func:`part_tokens`), and
-    keys and values that are carried, once more while one layer's grow."""
-    carried = tokens * shape.carried_bytes() if tokens > part else 0
+    keys and values that are carried, once more while one layer's grow.
+
+    Args:
+        forked: passes of a row may share a prefix, whose keys and values stay while each of them has its own.
+    """
+    whole = tokens * shape.carried_bytes()
     layers = max(shape.kinds.count("full_attention"), 1)
-    return min(tokens, part) * forward_bytes(shape) + carried * (1 + 1 / layers)
+    carried = whole * (1 + 1 / layers) if tokens > part or forked else 0
+    return min(tokens, part) * forward_bytes(shape) + carried + (whole if forked else 0)
 
 
 def choose_plan(shape: ModelShape, tokens: int, budget_bytes: float, offload: bool | None = None) -> Plan:

@@ -1,14 +1,16 @@
 """Layouts of a student and a teacher over devices: what fits, how long a step takes, and which one to take.
 
-A layout gives the teacher devices of its own, each with the whole model, or none: then both share the student's only device. The student is
-sharded over its devices (FSDP2), each of which works on trajectories of its own. Units: tokens, bytes, seconds.
+A layout gives the teacher devices of its own, each with the whole model or with a part of it, or none: then both share the student's only
+device. The student is sharded over its devices (FSDP2). Every device works on trajectories of its own. Beside the student a rollout server
+sleeps. Exchanges between devices take no time here. Units: tokens, bytes, seconds.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from verl_opsd.errors import OpsdError
 from verl_opsd.models.checkpointing import Plan
@@ -17,7 +19,7 @@ from verl_opsd.planning.shape import BF16, Kind, ModelShape
 
 #: Contexts are multiples of this.
 STEP = 1024
-#: Longest context that is tried.
+#: Longest context that is tried of models that do not say how long theirs may be.
 LONGEST = 262144
 #: Share of a corpus' states up to a context, where no corpus is named: the measured prefixes of CooperBench agents of a 9B (seeds).
 STATES = ((0, 0.0), (8192, 0.13), (16384, 0.48), (24576, 0.82), (65536, 1.0))
@@ -41,6 +43,7 @@ class Device:
     delta: float = 1.2e-8
 
 
+#: Both have the same Hopper processor.
 DEVICES = {d.name: d for d in (Device("H200", 150e9), Device("H100", 85e9))}
 #: Seconds of the backward of these parts over the forward's.
 DELTA_BACKWARD, ATTENTION_BACKWARD = 2.5, 4.2
@@ -55,13 +58,14 @@ def forward_seconds(shape: ModelShape, device: Device, tokens: int, kinds: Seque
     return tokens * (products + attention + linear * shape.linear_value_heads * device.delta)
 
 
-def step_seconds(shape: ModelShape, device: Device, tokens: int, chosen: Plan) -> float:
-    """Of a student's step on one sequence: forward, backward to activations, and the second forward of checkpointed layers."""
+def step_seconds(shape: ModelShape, device: Device, tokens: int, chosen: Plan, all_weights: bool = False) -> float:
+    """Of a student's step on one sequence: forward, backward to activations (``all_weights``: and to these), and the second forward of
+    checkpointed layers."""
     full, linear = shape.kinds.count("full_attention"), shape.kinds.count("linear_attention")
     again = [k for k, keep in zip(shape.kinds, chosen.keep, strict=True) if not keep]
     # A second forward leaves out each layer's last product.
     skipped = len(again) * 2.0 * shape.hidden * shape.intermediate / device.matmul
-    backward = 2.0 * shape.body / device.matmul
+    backward = (4.0 if all_weights else 2.0) * shape.body / device.matmul
     backward += full * ATTENTION_BACKWARD * shape.attention_flop(tokens) / device.attention
     backward += linear * DELTA_BACKWARD * shape.linear_value_heads * device.delta
     return (
@@ -73,15 +77,21 @@ def step_seconds(shape: ModelShape, device: Device, tokens: int, chosen: Plan) -
 
 @dataclass(frozen=True)
 class Layout:
-    """``teacher`` devices beside ``student`` ones; 0: the teacher shares the student's only device."""
+    """``teacher`` devices beside ``student`` ones, ``ranks`` of which hold one copy of the teacher together (FSDP2, ``opsd.teacher.ranks``);
+    0: the teacher shares the student's only device."""
 
     student: int
     teacher: int
+    ranks: int = 1
 
     def __str__(self) -> str:
         if self.teacher == 0:
             return "both on one device"
-        return f"student over {self.student}, teacher on {self.teacher}"
+        return f"student over {self.student}, teacher on {self.teacher}" + (f" (ranks={self.ranks})" if self.ranks > 1 else "")
+
+    def copies(self) -> list[Layout]:
+        """The same devices with the teacher's copies over one device each, then over as few more as there can be."""
+        return [replace(self, ranks=n) for n in range(1, max(self.teacher, 1) + 1) if self.teacher % n == 0]
 
 
 @dataclass(frozen=True)
@@ -113,13 +123,13 @@ def layouts(gpus: int) -> list[Layout]:
     """
     if gpus < 1:
         raise OpsdError(f"{gpus} devices", "a pair needs at least one", "name the number of devices")
-    return [Layout(1, 0)] if gpus == 1 else [Layout(gpus - t, t) for t in range(1, gpus // 2 + 1)]
+    return [Layout(1, 0)] if gpus == 1 else [Layout(gpus - t, t) for t in range(1, gpus)]
 
 
 def gathered_bytes(shape: ModelShape, ranks: int) -> float:
-    """What FSDP2 gathers of a model over several devices: two layers at a time, and the two vocabulary weights."""
+    """What FSDP2 gathers of a model over several devices: two layers at a time, and the vocabulary's weights."""
     layers = 2 * max(shape.layer_parameters(k) for k in shape.kinds)
-    return float(BF16 * (layers + 2 * shape.vocab * shape.hidden)) if ranks > 1 else 0.0
+    return float(BF16 * (layers + shape.parameters - shape.body)) if ranks > 1 else 0.0
 
 
 def estimate(
@@ -127,41 +137,94 @@ def estimate(
 ) -> Estimate:
     """What a layout takes at a context.
 
+    Args:
+        rank: of the student's adapters; 0: all its parameters are trained. brief: tokens that the teacher's view has beyond the context. part: most
+            tokens of a part of a pass that runs in parts.
+
     Raises:
         OpsdError: it does not fit; the message names the side.
     """
     room = memory.usable(device.bytes_)
-    weights = memory.student_bytes(student, rank) / layout.student
-    gathered = gathered_bytes(student, layout.student)
-    head = BF16 * student.vocab * teacher.hidden if layout.teacher else 0.0
-    scoring = memory.score_bytes(teacher, context + brief, part)
-    shared = memory.teacher_bytes(teacher) if layout.teacher == 0 else 0.0
-    held = weights + gathered + head + shared
-    if (shared and held + scoring > room) or (not shared and memory.teacher_bytes(teacher) + scoring > room):
+    held = {
+        "weights": memory.student_bytes(student, rank) / layout.student,
+        "gathered": gathered_bytes(student, layout.student),
+        "teacher's vocabulary": BF16 * student.vocab * teacher.hidden if layout.teacher else 0.0,
+        "rollout server asleep": memory.ASLEEP,
+    }
+    tokens = context + brief
+    scoring = memory.score_bytes(teacher, tokens, memory.at_once(teacher, tokens, layout.ranks, part))
+    scores = {
+        "teacher's weights": memory.teacher_bytes(teacher) / layout.ranks,
+        "teacher's gathered": gathered_bytes(teacher, layout.ranks),
+    }
+    if layout.teacher == 0:
+        held |= scores
+    needed = (held if layout.teacher == 0 else scores) | {"its pass at work": scoring}
+    if sum(needed.values()) > room:
+        parts = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in needed.items() if v)
         raise OpsdError(
-            f"teacher of {memory.teacher_bytes(teacher) / 1e9:.0f} GB scoring {context} tokens on {device.name}",
-            f"weights, a part at work and carried keys take {(memory.teacher_bytes(teacher) + scoring) / 1e9:.0f} GB",
-            "shorten the context, or take a smaller teacher or an FP8 one",
+            f"teacher of {memory.teacher_bytes(teacher) / 1e9:.0f} GB scoring {tokens} tokens on {device.name}",
+            f"its device holds {room / 1e9:.1f} GB and would take {sum(needed.values()) / 1e9:.1f} ({parts})",
+            "shorten the context, take a smaller teacher, or give its copies more devices each",
         )
-    chosen = memory.choose_plan(student, context, room - held)
+    if sum(held.values()) > room:
+        parts = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in held.items() if v)
+        raise OpsdError(
+            f"student of {student.parameters / 1e9:.1f} B parameters over {layout.student} of {device.name}",
+            f"each holds {room / 1e9:.1f} GB, and before a step would take {sum(held.values()) / 1e9:.1f} ({parts})",
+            "give the student more devices, or train adapters",
+        )
+    chosen = memory.choose_plan(student, context, room - sum(held.values()))
+    step = memory.step_bytes(student, context, chosen)
     return Estimate(
         layout,
         context,
         chosen,
-        {
-            "weights": weights + gathered + shared,
-            "teacher's vocabulary": head,
-            "activations": memory.step_bytes(student, context, chosen),
-        },
-        {} if shared else {"weights": memory.teacher_bytes(teacher), "at work": scoring},
-        step_seconds(student, device, context, chosen),
-        forward_seconds(teacher, device, context + brief, teacher.kinds),
+        held | {"a step or pass": max(step, scoring if layout.teacher == 0 else 0.0)},
+        {} if layout.teacher == 0 else scores | {"at work": scoring},
+        step_seconds(student, device, context, chosen, all_weights=rank == 0),
+        forward_seconds(teacher, device, tokens, teacher.kinds),
     )
 
 
-def largest(fits: Callable[[int], bool]) -> int:
-    """The largest multiple of :data:`STEP` up to :data:`LONGEST` that fits; 0 where none does. What fits is monotone."""
-    low, high = 0, LONGEST // STEP
+def fewest_ranks(
+    student: ModelShape, teacher: ModelShape, layout: Layout, device: Device, context: int, rank: int, brief: int, part: int
+) -> Estimate:
+    """:func:`estimate` with each copy of the teacher over as few devices as hold it.
+
+    Raises:
+        OpsdError: none fits; that of the copies over the most devices.
+    """
+    *fewer, most = layout.copies()
+    for one in fewer:
+        with suppress(OpsdError):
+            return estimate(student, teacher, one, device, context, rank, brief, part)
+    return estimate(student, teacher, most, device, context, rank, brief, part)
+
+
+def check_positions(student: ModelShape, teacher: ModelShape, context: int, brief: int) -> None:
+    """
+    Raises:
+        OpsdError: a model is not made for so many tokens.
+    """
+    for side, shape, tokens in (("student", student, context), ("teacher", teacher, context + brief)):
+        if shape.positions is not None and tokens > shape.positions:
+            raise OpsdError(
+                f"{tokens} tokens for a {side} of {shape.positions} positions",
+                "a model reads no more tokens than its max_position_embeddings; the teacher's view has the brief's beside the context",
+                "shorten the context, or choose another model",
+            )
+
+
+def most_tokens(student: ModelShape, teacher: ModelShape, brief: int) -> int:
+    """The longest context that both models are made for; :data:`LONGEST` where neither says."""
+    limits = (student.positions, None if teacher.positions is None else teacher.positions - brief)
+    return max(min((n for n in limits if n is not None), default=LONGEST), 0)
+
+
+def largest(fits: Callable[[int], bool], most: int = LONGEST) -> int:
+    """The largest multiple of :data:`STEP` up to ``most`` that fits; 0 where none does. What fits is monotone."""
+    low, high = 0, most // STEP
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle * STEP) else (low, middle - 1)

@@ -7,7 +7,9 @@ Units: parameters, FLOP (a multiply-add is two), bytes. One token unless a name 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from verl_opsd.errors import OpsdError
 
 Kind = Literal["linear_attention", "full_attention"]
 #: LoRA targets of the recipes.
@@ -16,12 +18,16 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 BRIEF = 4096
 #: Bytes of an entry in bf16.
 BF16 = 2
+#: Keys of a configuration that count experts.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+#: Kinds of layers that see a part of the past.
+WINDOWS = ("sliding_attention", "chunked_attention")
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder; the linear ones are 0 where no layer is ``linear_attention``. ``fused``: its layers run on this project's
-    kernels, or else on transformers'."""
+    kernels, or else on transformers'. ``positions``: tokens of the longest sequence that it is made for; None where it does not say."""
 
     hidden: int
     intermediate: int
@@ -38,12 +44,26 @@ class ModelShape:
     linear_value_dim: int = 0
     conv_width: int = 0
     fused: bool = True
+    positions: int | None = None
 
     @classmethod
     def of(cls, config: Any, fused: bool = True) -> ModelShape:
-        """From a configuration of transformers."""
+        """From a configuration of transformers.
+
+        Raises:
+            OpsdError: a model that is not counted: of another kind of attention, or a mixture of experts.
+        """
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         kinds = tuple(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
+        # A window holds less than the whole past does, so that these layers are counted from above.
+        kinds = tuple("full_attention" if k in WINDOWS else k for k in kinds)
+        others = sorted(set(kinds) - set(get_args(Kind))) + [k for k in EXPERTS if getattr(text, k, None)]
+        if others:
+            raise OpsdError(
+                f"a {text.model_type} model with {', '.join(others)}",
+                "memory and time are counted for dense decoders with full attention, or with Qwen3.5's linear attention beside it",
+                "choose such a model",
+            )
         linear = "linear_attention" in kinds
         return cls(
             hidden=text.hidden_size,
@@ -61,6 +81,7 @@ class ModelShape:
             linear_value_dim=text.linear_value_head_dim if linear else 0,
             conv_width=text.linear_conv_kernel_dim if linear else 0,
             fused=fused,
+            positions=getattr(text, "max_position_embeddings", None),
         )
 
     @property

@@ -43,6 +43,7 @@ from verl_opsd.verl_adapter.requirements import (
     check_chat,
     check_hardware,
     check_heads,
+    check_layers,
     check_rollout,
     check_served,
     check_support,
@@ -239,6 +240,7 @@ def check_models(config: DictConfig, opsd: OpsdConfig) -> str:
     check_adapter(config.actor_rollout_ref.model, "actor_rollout_ref.model", model_path)
     check_support(opsd, model_path)
     check_heads(config.actor_rollout_ref.actor.ulysses_sequence_parallel_size, "actor_rollout_ref.actor", model_path)
+    check_layers(config, opsd, model_path)
     check_served(config.actor_rollout_ref.model, config.actor_rollout_ref.rollout)
     check_chat(opsd, model_path)
     check_teachers(opsd, model_path)

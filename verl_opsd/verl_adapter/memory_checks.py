@@ -17,8 +17,6 @@ from verl_opsd.verl_adapter.loss import ON_STUDENT
 from verl_opsd.verl_adapter.rollout import OWN_BACKENDS
 from verl_opsd.verl_adapter.routes import models_of
 
-#: Bytes that a rollout server's process of its own keeps on a device while it sleeps: its CUDA context and graphs.
-ASLEEP = 3e9
 #: Bytes of a parameter, by the name of a dtype.
 BYTES = {"bf16": 2, "bfloat16": 2, "float16": 2, "fp32": 4, "float32": 4}
 
@@ -68,7 +66,7 @@ def held_bytes(
         "weights": ((whole if model.lora_rank else 0) + trained) / ranks,
         "gathered": planner.gathered_bytes(student, ranks),
         "teachers' vocabulary": sum(float(BF16 * student.vocab * t.hidden) for t in teachers.values()),
-        "rollout server": min(served, ASLEEP) if rollout.free_cache_engine else served,
+        "rollout server": min(served, memory.ASLEEP) if rollout.free_cache_engine else served,
     }
 
 
@@ -169,13 +167,15 @@ def needs(
         if its.kind == "device":
             shape = teachers[name]
             whole = memory.teacher_bytes(shape, fp8=True) if its.fp8 else BYTES[its.dtype] * shape.parameters
+            whole_view = tokens + BRIEF
+            part = memory.at_once(shape, whole_view, its.ranks)
             out.append(
                 Need(
-                    f"a worker of teacher {name} at {tokens + BRIEF} tokens",
+                    f"a worker of teacher {name} at {whole_view} tokens",
                     {
                         "weights": whole / its.ranks,
                         "gathered": planner.gathered_bytes(shape, its.ranks),
-                        "at work": memory.score_bytes(shape, tokens + BRIEF, memory.PART),
+                        "at work": memory.score_bytes(shape, whole_view, part, forked=memory.carries(shape, its.ranks)),
                     },
                     room,
                     "a shorter context, more opsd.teacher.ranks to a copy, or a smaller teacher",
@@ -215,7 +215,12 @@ def check_memory(config: DictConfig, opsd: OpsdConfig) -> list[Need]:
     if not here:
         return []
     device = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
-    student, teachers = shapes_of(config, opsd, choose(Facts.of_this_process()))
+    try:
+        student, teachers = shapes_of(config, opsd, choose(Facts.of_this_process()))
+    except OpsdError:
+        if opsd.mode != "evaluate":
+            raise
+        return []  # a mixture of experts, say, that is played and not trained: its server says what it does not hold
     planned = needs(config, opsd, student, teachers, device)
     for need in planned:
         if need.total > need.room:

@@ -18,6 +18,9 @@ from verl_opsd.paths import cache_dir
 from verl_opsd.verl_adapter.platform import accelerator_present
 from verl_opsd.verl_adapter.rollout import OWN_BACKENDS, SCRIPTED
 
+#: What transformers asks before it takes an attention.
+FLASH = {f"flash_attention_{n}": f"is_flash_attn_{n}_available" for n in (2, 3, 4)}
+
 
 def require_plugin() -> None:
     """verl loads this plugin, in this process and in Ray's.
@@ -249,6 +252,34 @@ def check_heads(ranks: int, key: str, student_path: str) -> None:
             f"{key}.ulysses_sequence_parallel_size={ranks} with a student of {heads} attention heads in {groups} groups",
             "ranks that share a sequence take equal numbers of heads; groups are shared out, or each is repeated",
             "set it to a number that divides the heads, and divides the groups or is a multiple of them",
+        )
+
+
+def check_layers(config: DictConfig, opsd: OpsdConfig, student_path: str) -> None:
+    """Code of others that the student's layers are asked to run on is there, and is not in the place of this project's.
+
+    Raises:
+        OpsdError: flash attention that is not installed, or Liger's patches where they can't run or would hide kernels.
+    """
+    import transformers.utils
+    from transformers import AutoConfig
+
+    model = config.actor_rollout_ref.model
+    attention = str(model.override_config.get("attn_implementation", "flash_attention_2"))
+    found = getattr(transformers.utils, FLASH[attention]) if attention in FLASH else lambda: True
+    joins = OmegaConf.select(config, "ray_kwargs.ray_init.address") not in (None, "local")
+    if not found() and not joins:
+        raise OpsdError(
+            f"actor_rollout_ref.model.override_config.attn_implementation={attention}, which can't run on this host",
+            "transformers wants its package, and an accelerator that it is made for",
+            "set it to sdpa, or install the package",
+        )
+    layers = getattr(AutoConfig.from_pretrained(student_path).get_text_config(), "layer_types", None) or ()
+    if model.get("use_liger") and ("linear_attention" in layers or not opsd.scale.startswith("gpu")):
+        raise OpsdError(
+            f"actor_rollout_ref.model.use_liger=true with scale={opsd.scale} and a student of {', '.join(sorted(set(layers)) or ['plain'])} layers",
+            "verl's Liger patches need an accelerator, and a hybrid's layers run on kernels that are chosen here, Liger's norms among them",
+            "leave it out",
         )
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from transformers import Gemma3TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from verl_opsd.cli import main
 from verl_opsd.cli import plan as command
 from verl_opsd.errors import OpsdError
-from verl_opsd.models.checkpointing import plan
+from verl_opsd.models.checkpointing import Plan, plan
 from verl_opsd.planning import memory, planner
 from verl_opsd.planning.planner import Layout
+from verl_opsd.planning.shape import ModelShape
 
 STUDENT, TEACHER = command.shape_of("qwen3.5-9b"), command.shape_of("qwen3.5-27b")
 H200 = planner.DEVICES["H200"]
@@ -120,7 +123,8 @@ def test_more_kept_layers_are_faster_and_larger() -> None:
 def test_layouts() -> None:
     assert planner.layouts(1) == [Layout(1, 0)]
     assert planner.layouts(2) == [Layout(1, 1)]
-    assert planner.layouts(5) == [Layout(4, 1), Layout(3, 2)]
+    assert planner.layouts(5) == [Layout(4, 1), Layout(3, 2), Layout(2, 3), Layout(1, 4)]
+    assert Layout(2, 6).copies() == [Layout(2, 6, n) for n in (1, 2, 3, 6)] and Layout(1, 0).copies() == [Layout(1, 0)]
     with pytest.raises(OpsdError, match="0 devices"):
         planner.layouts(0)
 
@@ -165,8 +169,129 @@ def test_sharding_and_more_teachers() -> None:
     small = dataclasses.replace(H200, bytes_=50e9)
     with pytest.raises(OpsdError, match="teacher of 54 GB"):
         planner.estimate(STUDENT, TEACHER, Layout(1, 1), small, 8192, 32, 0, memory.PART)
-    with pytest.raises(OpsdError, match="more devices"):
+    with pytest.raises(
+        OpsdError, match=r"student of 9\.0 B parameters over 1 of H200"
+    ):  # 143 GB of masters, gradients and moments
+        planner.estimate(STUDENT, TEACHER, Layout(1, 1), dataclasses.replace(H200, bytes_=85e9), 1024, 0, 0, memory.PART)
+    with pytest.raises(OpsdError, match="a step on 262144 tokens"):
         planner.estimate(STUDENT, TEACHER, Layout(1, 1), dataclasses.replace(H200, bytes_=76.5e9), 262144, 32, 0, 1024)
+
+
+#: benchmarks/results/sft.txt: steps of the 9B with every layer checkpointed, adapters on one device, all parameters over two.
+SFT = Path(__file__).parents[3] / "benchmarks" / "results" / "sft.txt"
+STEPS = [
+    (int(context), mode == "full", int(devices), float(seconds), float(peak))
+    for mode, devices, rows in re.findall(r"^9b (lora|full), (\d) x .*\n((?:\|.*\n)+)", SFT.read_text(), re.MULTILINE)
+    for context, seconds, peak in re.findall(
+        r"^\| (\d+) \| engine \| [\d.]+ \| ([\d.]+) \| \d+ \| ([\d.]+) \|", rows, re.MULTILINE
+    )
+]
+
+
+def test_every_step_of_a_warm_start_is_looked_at() -> None:
+    assert [row[:3] for row in STEPS] == [(32768, False, 1), (65536, False, 1), (32768, True, 2)]
+
+
+@pytest.mark.parametrize(("context", "full", "devices", "seconds", "peak"), STEPS)
+def test_predictions_are_near_the_steps_of_a_warm_start(
+    context: int, full: bool, devices: int, seconds: float, peak: float
+) -> None:
+    none = Plan((False,) * 32)
+    found = memory.student_bytes(STUDENT, 0 if full else 32) / devices + planner.gathered_bytes(STUDENT, devices)
+    assert (found + memory.step_bytes(STUDENT, context, none)) / 1e9 == pytest.approx(peak, rel=0.1)
+    assert planner.step_seconds(STUDENT, H200, context, none, all_weights=full) == pytest.approx(seconds, rel=0.2)
+
+
+def test_parts_of_an_estimate_by_hand() -> None:
+    """The 9B and the 27B at 32,768 tokens on devices of 80 GB, as their configurations have them; bytes."""
+    # Of a layer: gated MLP; linear attention's four projections and convolution, or attention's four (queries have gates).
+    nine_mlp, nine_linear, nine_full = (
+        3 * 4096 * 12288,
+        4096 * (8192 + 4096 + 64 + 4096) + 8192 * 4,
+        4096 * (8192 + 2048 + 4096),
+    )
+    nine = 32 * nine_mlp + 24 * nine_linear + 8 * nine_full + 2 * 248320 * 4096
+    adapters = 32 * (32 * 3 * (4096 + 12288) + 8 * ((4096 + 8192) + 2 * (4096 + 1024) + (4096 + 4096)))
+    big_mlp, big_linear, big_full = (
+        3 * 5120 * 17408,
+        5120 * (10240 + 6144 + 96 + 6144) + 10240 * 4,
+        5120 * (12288 + 2048 + 6144),
+    )
+    big = 64 * big_mlp + 48 * big_linear + 16 * big_full + 2 * 248320 * 5120
+    device = planner.Device("80 GB", 80e9)
+    found = planner.estimate(STUDENT, TEACHER, Layout(2, 2, 2), device, 32768, 32, 4096, memory.PART)
+    assert found.student_bytes["weights"] == (2 * nine + 16 * adapters) / 2
+    assert found.student_bytes["gathered"] == 2 * (2 * (nine_mlp + nine_linear) + 2 * 248320 * 4096)
+    assert found.student_bytes["teacher's vocabulary"] == 2 * 248320 * 5120
+    assert found.teacher_bytes["teacher's weights"] == 2 * big / 2
+    assert found.teacher_bytes["teacher's gathered"] == 2 * (2 * (big_mlp + big_linear) + 2 * 248320 * 5120)
+    # A copy over two devices scores whole: of a token in a linear layer two hidden states, their sum and norm, what goes into the convolution
+    # and out of it, five times the values' width, and a state a chunk of 64.
+    token = 2 * (4 * 5120 + 2 * 10240 + 5 * 6144 + 48 * 128 * 128 // 64)
+    assert found.teacher_bytes["at work"] == 36864 * token
+    whole = planner.estimate(STUDENT, TEACHER, Layout(2, 2), device, 32768, 32, 4096, memory.PART)
+    # A copy on one device: parts of 18,432; carried are keys and values of 4 heads of 256 in 16 layers, of one of them twice.
+    assert whole.teacher_bytes["at work"] == 18432 * token + 36864 * 2 * 2 * 1024 * 17
+    every = planner.estimate(STUDENT, TEACHER, Layout(4, 4), device, 32768, 0, 4096, memory.PART)
+    assert every.student_bytes["weights"] == 16 * nine / 4
+    for e in (found, whole, every):
+        assert sum(e.student_bytes.values()) <= memory.usable(80e9) and sum(e.teacher_bytes.values()) <= memory.usable(80e9)
+
+
+SMALL = ModelShape.of(
+    Qwen3Config(hidden_size=1024, intermediate_size=3072, num_hidden_layers=6, vocab_size=150000, tie_word_embeddings=True)
+)
+HYBRID = dataclasses.replace(STUDENT, kinds=STUDENT.kinds[:8], tied=True)
+
+
+def longest(student: ModelShape, teacher: ModelShape, layout: Layout, gb: float, rank: int = 32) -> int:
+    def fits(context: int) -> bool:
+        try:
+            planner.fewest_ranks(student, teacher, layout, planner.Device("some", gb * 1e9), context, rank, 0, memory.PART)
+        except OpsdError:
+            return False
+        return True
+
+    return planner.largest(fits)
+
+
+@pytest.mark.parametrize("rank", [0, 32])
+@pytest.mark.parametrize(("student", "teacher"), [(HYBRID, HYBRID), (SMALL, HYBRID), (HYBRID, SMALL), (SMALL, SMALL)])
+def test_more_devices_and_larger_ones_hold_as_long_contexts(student: ModelShape, teacher: ModelShape, rank: int) -> None:
+    sizes = (8, 12, 24, 40)
+    found = {
+        gb: [max(longest(student, teacher, a, gb, rank) for a in planner.layouts(n)) for n in (1, 2, 4, 8)] for gb in sizes
+    }
+    for gb in sizes:
+        assert found[gb] == sorted(found[gb])
+    for smaller, larger in itertools.pairwise(sizes):
+        assert all(a <= b for a, b in zip(found[smaller], found[larger], strict=True))
+
+
+@pytest.mark.parametrize("shape", [STUDENT, TEACHER, SMALL])
+def test_a_longer_context_takes_more(shape: ModelShape) -> None:
+    contexts = range(1, 100000, 3333)
+    for kept in (0, 3, len(shape.kinds)):
+        for away in (False, True):
+            sizes = [memory.step_bytes(shape, n, plan(shape, n, kept, away)) for n in contexts]
+            assert sizes == sorted(sizes)
+    for ranks, forked in ((1, False), (1, True), (2, False)):
+        sizes = [memory.score_bytes(shape, n, memory.at_once(shape, n, ranks), forked) for n in contexts]
+        assert sizes == sorted(sizes)
+
+
+def test_a_large_teacher_gets_more_devices_than_the_student() -> None:
+    """The student's step is the shorter one when it is small: then most devices score."""
+    found = [planner.estimate(SMALL, TEACHER, a, H200, 32768, 32, 0, memory.PART) for a in planner.layouts(4)]
+    assert planner.best(found).layout == Layout(1, 3)
+
+
+def test_a_teacher_over_two_devices_where_one_does_not_hold_it() -> None:
+    forty = planner.Device("40 GB", 40e9)
+    found = planner.fewest_ranks(STUDENT, TEACHER, Layout(2, 2), forty, 8192, 32, 0, memory.PART)
+    assert found.layout == Layout(2, 2, 2) and str(found.layout) == "student over 2, teacher on 2 (ranks=2)"
+    with pytest.raises(OpsdError, match=r"its device holds 37\.3 GB and would take"):
+        planner.fewest_ranks(STUDENT, TEACHER, Layout(3, 1), forty, 8192, 32, 0, memory.PART)
 
 
 @pytest.mark.parametrize("limit", [0, 1024, 5000, 10**9])
@@ -196,7 +321,54 @@ def test_command_picks_a_layout(tmp_path: Path) -> None:
     code, text = run("--gpus", "2", "--context", "131072", "--lengths", str(lengths))
     assert code == 0 and "take: student over 1, teacher on 1" in text and "50%" in text and "weights 53.8 GB" in text
     code, text = run("--gpus", "1", "--context", "32768")
-    assert code == 0 and "take: both on one device" in text and "weights 72.6 GB" in text
+    assert (
+        code == 0 and "take: both on one device" in text and "weights 18.8 GB" in text and "teacher's weights 53.8 GB" in text
+    )
+
+
+def test_command_plans_for_what_it_is_given() -> None:
+    code, text = run("--gpus", "4", "--context", "8192", "--device-gb", "40")
+    assert code == 0 and "take: student over 2, teacher on 2 (ranks=2)" in text
+    code, text = run("--gpus", "1", "--context", "8192", "--lora-rank", "0", "--teacher", "qwen3.5-9b")
+    assert (
+        code == 1 and "a device of" not in text and "would take" in text
+    )  # 143 GB of float32 masters and moments, and a teacher
+    code, text = run("--gpus", "8", "--context", "8192", "--lora-rank", "0", "--teacher", "qwen3.5-9b")
+    assert code == 0 and "take:" in text
+    assert "258048" in text  # the teacher's view has 4,096 tokens more, and both are made for 262,144
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (("--context", "0"), "--context 0"),
+        (("--context", "-5"), "--context -5"),
+        (("--gpus", "0"), "--gpus 0"),
+        (("--brief", "-1"), "--brief -1"),
+        (("--lora-rank", "-1"), "--lora-rank -1"),
+        (("--device-gb", "0"), "--device-gb 0"),
+        (("--device-gb", "nan"), "--device-gb nan"),
+        (("--device", "A100"), "use H200, H100"),
+        (("--context", "262145"), "a student of 262144 positions"),
+        (("--context", "262144"), "266240 tokens for a teacher of 262144 positions"),
+    ],
+)
+def test_numbers_that_no_run_has_are_refused(words: tuple[str, ...], match: str) -> None:
+    with pytest.raises(OpsdError, match=match):
+        run("--gpus", "2", "--context", "8192", *words)  # the last of a flag counts
+
+
+def test_models_that_are_not_counted_are_refused(tmp_path: Path) -> None:
+    Qwen3MoeConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(OpsdError, match="a qwen3_moe model with num_experts"):
+        command.shape_of(str(tmp_path))
+    Gemma3TextConfig(num_hidden_layers=6).save_pretrained(tmp_path)
+    assert command.shape_of(str(tmp_path)).kinds == ("full_attention",) * 6  # five of them see a window
+
+
+def test_plain_decoders_run_on_transformers_layers(tmp_path: Path) -> None:
+    Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path)
+    assert not command.shape_of(str(tmp_path)).fused and STUDENT.fused
 
 
 def test_command_says_what_does_not_fit(tmp_path: Path) -> None:
@@ -206,6 +378,9 @@ def test_command_says_what_does_not_fit(tmp_path: Path) -> None:
     for name, match in (("words", "whole numbers"), ("absent", "whole numbers")):
         with pytest.raises(OpsdError, match=match):
             run("--gpus", "1", "--context", "8192", "--lengths", str(tmp_path / name))
+    (tmp_path / "negative").write_text("10\n-4\n")
+    with pytest.raises(OpsdError, match="at least one token"):
+        run("--gpus", "1", "--context", "8192", "--lengths", str(tmp_path / "negative"))
     (tmp_path / "none").write_text("")
     with pytest.raises(OpsdError, match="is empty"):
         run("--gpus", "1", "--context", "8192", "--lengths", str(tmp_path / "none"))

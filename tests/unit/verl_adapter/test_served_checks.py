@@ -82,7 +82,7 @@ def test_it_is_asked_for_among_the_checks_of_models(host: Any, paths: dict[str, 
     from verl_opsd.verl_adapter import launch
 
     host(False, False)
-    for other in ("ensure_student", "check_adapter", "check_support", "check_heads"):
+    for other in ("ensure_student", "check_adapter", "check_support", "check_heads", "check_layers"):
         monkeypatch.setattr(launch, other, lambda *_: None)
     parts = {"model": {"path": paths["multimodal"], "lora_rank": 8}, "rollout": {"name": "vllm", "dtype": "bfloat16"}}
     config = OmegaConf.create({"actor_rollout_ref": parts})
