@@ -75,6 +75,7 @@ def test_it_is_among_the_checks_of_models(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         monkeypatch.setattr(launch, other, lambda *_: None)
     monkeypatch.setattr(launch, "check_layers", lambda *given: asked.append(given))
-    config = OmegaConf.create({"actor_rollout_ref": {"model": {"path": "somewhere"}, "rollout": {}}})
+    actor = {"ulysses_sequence_parallel_size": 1}
+    config = OmegaConf.create({"actor_rollout_ref": {"model": {"path": "somewhere"}, "rollout": {}, "actor": actor}})
     launch.check_models(config, None)  # type: ignore[arg-type]
     assert asked == [(config, None, "somewhere")]
