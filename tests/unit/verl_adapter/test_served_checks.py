@@ -85,6 +85,7 @@ def test_it_is_asked_for_among_the_checks_of_models(host: Any, paths: dict[str, 
     for other in ("ensure_student", "check_adapter", "check_support", "check_heads", "check_layers"):
         monkeypatch.setattr(launch, other, lambda *_: None)
     parts = {"model": {"path": paths["multimodal"], "lora_rank": 8}, "rollout": {"name": "vllm", "dtype": "bfloat16"}}
+    parts["actor"] = {"ulysses_sequence_parallel_size": 1}
     config = OmegaConf.create({"actor_rollout_ref": parts})
     with pytest.raises(OpsdError, match="torchvision"):
         launch.check_models(config, None)  # type: ignore[arg-type]
