@@ -46,6 +46,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
         p.add_argument("--device", default="cpu")
     probe.add_argument("--episodes", type=_count, help="the first so many; default: all")
+    probe.add_argument(
+        "--leave-out", nargs="+", default=[], metavar="EPISODE", help="go on without these, e.g. damaged ones; recorded"
+    )
     probe.add_argument("--arms", nargs="+", help="default: brief wrong_task shuffled content_free")
     probe.add_argument("--placements", nargs="+", choices=("system", "last_user"), default=["system", "last_user"])
     probe.add_argument("--teacher-run", type=Path, help="run whose trajectories the teacher wrote: are they teachable?")
@@ -198,7 +201,8 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
         raise OpsdError(f"arms {arms}", "the brief itself is always an arm", "add brief")
     tokenizer, choice, student, teacher = _open(args, meta)
     dataset = meta["opsd"]["tasks"]["dataset"]
-    found = read_branches(run, dataset, tokenizer, args.episodes, _hints(run))
+    found = read_branches(run, dataset, tokenizer, args.episodes, _hints(run), args.leave_out)
+    corpus = corpus_digest(run.episodes) if args.fp8 else ""
     positions = min((n for n in (student.limits[0], teacher.limits[0]) if n is not None), default=None)
     branches, left_out = split_fitting(found, choice, arms, args.placements, tokenizer, positions)
     workers = 1
@@ -217,7 +221,7 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
             lambda n: status.update(f"{n} of {len(branches)} branches"),
             workers=workers,
         )
-        result = summary(probe) | {"left_out": left_out}
+        result = summary(probe) | {"left_out": left_out, "episodes_left_out": sorted(set(args.leave_out))}
         status.update("prefix recovery")
         result["recovery"] = recover(branches, student, teacher, tokenizer, choice, args.placements[0])
     if args.teacher_run is not None:
@@ -242,7 +246,7 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
             args.placements[0],
             named,
             f"{tasks['dataset']} {tasks['train']}",
-            corpus_digest(run.episodes),
+            corpus,
         )
         fp8.write(out / "fp8.json")
         shown = ", ".join(f"{k} {fp8.signal[k]:.2g} against {fp8.error[k]:.2g}" for k in STATISTICS)
@@ -269,7 +273,9 @@ def _verdicts(
     controls, effect = result["controls"], result["effect"][placement]["arms"]["brief"]["mean"]
     identity, void, shifted = (controls[k]["mean"] for k in ("identity", "void", "shifted"))
     conditioned = effect > max(limits["conditioning_min"], 10 * identity)
-    out = ", ".join(f"{n} branches left out: {why}" for why, n in result["left_out"].items() if n)
+    gone = [f"{n} branches left out: {why}" for why, n in result["left_out"].items() if n]
+    gone += [f"episodes left out by name: {' '.join(result['episodes_left_out'])}"] * bool(result["episodes_left_out"])
+    out = ", ".join(gone)
     detail = f"{brief}, {result['positions']} positions{'; ' * bool(out)}{out}"
     run.evidence("probe_identity", identity, limits["identity_max"], identity <= limits["identity_max"], detail)
     run.evidence("probe_void", void, limits["void_max"], void <= limits["void_max"], detail)
@@ -293,11 +299,13 @@ def show_why(args: argparse.Namespace, console: Console | None = None) -> int:
     from verl_opsd.probe.states import read_branches
     from verl_opsd.probe.why import why
     from verl_opsd.rundir import RunDir
+    from verl_opsd.tokens.store import EpisodeStore
 
     run = RunDir(args.run)
     meta = _meta(run)
     tokenizer, choice, student, teacher = _open(args, meta)
-    branches = read_branches(run, meta["opsd"]["tasks"]["dataset"], tokenizer, hints=_hints(run))
+    here = args.episode if run.episodes.is_dir() and args.episode in EpisodeStore(run.episodes).ids() else None
+    branches = read_branches(run, meta["opsd"]["tasks"]["dataset"], tokenizer, hints=_hints(run), only=here)
     found = why(branches, args.episode, args.agent, args.turn, student, teacher, tokenizer, choice, args.placement, args.tokens)
     table = Table(
         "position",

@@ -30,7 +30,8 @@ def report(probe: Probe, result: Mapping[str, Any], gates: Sequence[Mapping[str,
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>",
         f"<h1>{escape(title)}</h1><p>{result['episodes']} episodes, {result['branches']} branches, {result['positions']} loss positions; "
-        f"branches left out: {', '.join(f'{n} {why}' for why, n in result['left_out'].items())}. "
+        f"branches left out: {', '.join(f'{n} {why}' for why, n in result['left_out'].items())}; "
+        f"episodes left out by name: {escape(', '.join(result['episodes_left_out'])) or 'none'}. "
         "Nats a token, temperature 1.</p>",
         "<h2>Gates</h2>",
         _table(

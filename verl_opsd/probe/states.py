@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,14 +64,17 @@ def read_branches(
     tokenizer: Any,
     episodes: int | None = None,
     hints: Callable[[PairTask, Episode], Mapping[str, Brief]] = lambda pair, episode: {},
+    without: Collection[str] = (),
+    only: str | None = None,
 ) -> list[Branch]:
     """Branches with loss positions of the first scored training episodes of a run, in the order of their ids.
 
     Args:
+        without: episodes that are not read. only: the one that is; None: all.
         hints: the briefs that stand in an episode's prompts, by agent; they are taken out, as before training.
 
     Raises:
-        OpsdError: no episodes, or fewer than were asked for.
+        OpsdError: no episodes, fewer than were asked for, one that can't be read, or one in ``without`` that is not there.
     """
     if not run.episodes.is_dir():
         raise OpsdError(
@@ -80,8 +83,18 @@ def read_branches(
     root = dataset_folder(dataset, "opsd.tasks.dataset")
     out: list[Branch] = []
     seen, markers = 0, ChatMarkers.from_tokenizer(tokenizer)
-    for e in EpisodeStore(run.episodes).episodes():
-        if e.split != "train" or not e.scored or (episodes is not None and seen == episodes):
+    store = EpisodeStore(run.episodes)
+    if unknown := set(without) - set(store.ids()):
+        raise OpsdError(
+            f"--leave-out {' '.join(sorted(unknown))}: {run.path} holds no such episode",
+            "what is left out is named",
+            "correct the name",
+        )
+    for episode in [only] if only is not None else store.ids():
+        if episode in without or (episodes is not None and seen == episodes):
+            continue
+        e = store.read(episode)
+        if e.split != "train" or not e.scored:
             continue
         seen += 1
         pair = PairTask(root, e.repo, e.task_id, e.features, e.split)

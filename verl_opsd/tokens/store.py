@@ -207,7 +207,10 @@ class EpisodeStore:
                 f"`opsd episodes list {self.directory.parent}` shows what is there",
             )
         turns, grades, episodes = (self._table(folder / f"{name}.parquet", schema, header) for name, schema in _SCHEMAS.items())
-        return _episode(turns, grades, episodes)
+        try:
+            return _episode(turns, grades, episodes)
+        except (ValueError, TypeError, KeyError, IndexError, pa.ArrowException) as error:
+            raise self._damaged(folder, f"{type(error).__name__}: {error}") from error
 
     def ids(self) -> list[str]:
         """Ids of the episodes, sorted."""
@@ -301,16 +304,20 @@ class EpisodeStore:
             "give the new episode its own id, or remove the folder by hand",
         )
 
+    def _damaged(self, path: Path, why: str) -> OpsdError:
+        name = urllib.parse.unquote(path.relative_to(self.directory).parts[0])
+        return OpsdError(
+            f"episode {name}: {path}: {why}",
+            "an episode's three files are whole",
+            "restore the files, or collect the episode again; `opsd probe --leave-out` goes on without it and records that",
+        )
+
     def _table(self, path: Path, schema: pa.Schema, header: dict[str, Any] | None) -> pa.Table:
         try:
             # A file is small: its bytes at once take less time than Arrow's own reading.
             table = pq.ParquetFile(pa.BufferReader(path.read_bytes()), pre_buffer=False).read(use_threads=False)
         except (OSError, pa.ArrowException) as error:
-            raise OpsdError(
-                f"{path}: {error}",
-                "an episode's three files are whole",
-                "remove the folder and collect the episode again",
-            ) from error
+            raise self._damaged(path, str(error)) from error
         metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
         want = {"opsd_schema": str(STORE_SCHEMA), "contract_hash": header["contract_hash"] if header else None}
         found = {k: metadata.get(k) for k in want}

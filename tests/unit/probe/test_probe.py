@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from probe_run import make_run
@@ -222,6 +223,34 @@ def test_command(paths, tmp_path, capsys):
     assert not re.search(r"(src|href)=|<script", page) and page.count("<table") >= 10
     shown = re.findall(r'title="effect [^"]+">([^<]*)</span>', page)
     assert len(shown) == result["positions"] and "".join(shown).count("Done with it.") == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "absent", "empty table"])
+def test_a_damaged_episode_stops_the_probe_unless_it_is_left_out_by_name(paths, tmp_path, capsys, damage):
+    run = Path(shutil.copytree(paths[0], tmp_path / "run", ignore=shutil.ignore_patterns("evidence*", "probe")))
+    whole, broken = "train-00001-00001-0", "train-00001-00000-0"
+    file = run / "episodes" / broken / ("episodes.parquet" if damage == "empty table" else "turns.parquet")
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-40])
+    elif damage == "absent":
+        file.unlink()
+    else:
+        pq.write_table(pq.read_table(file).slice(0, 0), file)
+    argv = ["probe", str(run), "--teacher", str(paths[2]), "--arms", "brief", "--placements", "system"]
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert f"episode {broken}: {run}" in said and "--leave-out" in said
+    assert main([*argv, "--leave-out", "no-such-episode"]) == 2
+    assert "no-such-episode" in capsys.readouterr().err
+    assert not (run / "probe").exists() and not (run / "evidence.jsonl").exists()
+    assert main([*argv, "--leave-out", broken]) == 0
+    result = json.loads((run / "probe" / "probe.json").read_text())
+    assert result["episodes"] == 1 and result["episodes_left_out"] == [broken]
+    assert all(f"left out by name: {broken}" in line for line in (run / "evidence.jsonl").read_text().splitlines())
+    assert f"left out by name: {broken}" in (run / "probe" / "probe.html").read_text()
+    assert main([*argv, "--leave-out", broken, "--episodes", "2"]) == 2  # as many as were asked for
+    assert main(["why", str(run), whole, "1", "--teacher", str(paths[2])]) == 0  # one episode is read
+    assert main(["why", str(run), broken, "1", "--teacher", str(paths[2])]) == 2
 
 
 def test_gates_fail_with_the_thresholds_of_a_file(paths, tmp_path):
