@@ -38,8 +38,8 @@ class Operations:
     def __init__(self, table: Table, device: torch.device):
         self.table, self.device = table, device
 
-    def row(self, label: str, work: Callable[..., Tensor], leaves: Sequence[Tensor]) -> None:
-        """Prints seconds of both, and bytes kept between them."""
+    def row(self, label: str, work: Callable[..., Tensor], leaves: Sequence[Tensor], trained: Sequence[Tensor] = ()) -> None:
+        """Prints seconds of both, and bytes kept between them. Gradients are those of ``leaves`` and of ``trained``, weights in ``work``."""
         free()
         try:
             inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in leaves]
@@ -50,7 +50,9 @@ class Operations:
             out = work(*inputs)
             kept = (torch.cuda.memory_allocated() - before if cuda else 0) - out.numel() * out.element_size()
             del out
-            both, _ = timed(lambda: work(*inputs).backward(grad), [self.device], 1)
+            # Not backward(): from the second run on it would add to the first one's gradients, which takes as long as some operations.
+            asked = [x for x in inputs if x.requires_grad] + list(trained)
+            both, _ = timed(lambda: torch.autograd.grad(work(*inputs), asked, grad), [self.device], 1)
             self.table.say(f"{label:44} {1e3 * forward:9.2f} {1e3 * (both - forward):9.2f} {kept / 1e9:8.2f}")
         except Exception as error:
             self.table.say(f"{label:44} failed: {type(error).__name__}: {str(error)[:120]}")
@@ -148,7 +150,8 @@ def layers(table: Table, student: Student, context: int, label: str) -> None:
             return out[0] if isinstance(out, tuple) else out
 
         counted = context * (student.shape.kept_bytes(kind) - student.shape.boundary_bytes()) / 1e9
-        ops.row(f"{kind} layer, {label} ({counted:.2f} GB counted)", work, [x])
+        trained = [p for p in layer.parameters() if p.requires_grad]
+        ops.row(f"{kind} layer, {label} ({counted:.2f} GB counted)", work, [x], trained)
 
 
 def by_definition(

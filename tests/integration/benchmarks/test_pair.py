@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -45,3 +46,19 @@ def test_kernels_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "failed" not in table and "out of memory" not in table
     cosines = [float(line.rsplit(" ", 1)[1]) for line in table.splitlines() if "gradient cosine" in line]
     assert len(cosines) == 2 and min(cosines) > 0.99
+
+
+def test_an_operations_backward_adds_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is added to an earlier one costs more time than it takes to make some of them. Those of weights are made too."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    layers, table = importlib.import_module("layers"), importlib.import_module("workload").Table(None)
+    weight, seen, made = torch.ones(3, requires_grad=True), [], []
+    weight.register_hook(made.append)
+
+    def work(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        return x[places] * weight
+
+    layers.Operations(table, torch.device("cpu")).row("product", work, [torch.randn(4, 3), torch.arange(4)], [weight])
+    assert "failed" not in table.lines[0] and all(x.requires_grad and x.grad is None for x in seen)
+    assert weight.grad is None and len(made) == 2  # the warm run's and the timed one's
