@@ -102,7 +102,21 @@ def render_corpus(args: argparse.Namespace, console: Console | None = None) -> i
 
 
 def check_corpus(args: argparse.Namespace, console: Console | None = None) -> int:
-    """Runs every gate again and prints its verdict."""
+    """Runs every gate again and prints its verdict.
+
+    Raises:
+        OpsdError: a manifest that was changed so that no gate can be run.
+    """
+    from verl_opsd.corpus.records import read_manifest
+
+    try:
+        return _check_corpus(args, console or Console())
+    except (KeyError, TypeError, AttributeError, ValueError):
+        read_manifest(args.corpus)  # the error is the manifest's, where it is not what was written
+        raise
+
+
+def _check_corpus(args: argparse.Namespace, console: Console) -> int:
     from verl_opsd.corpus.gates import check
     from verl_opsd.corpus.records import read_manifest
     from verl_opsd.corpus.select import open_sources
@@ -124,7 +138,7 @@ def check_corpus(args: argparse.Namespace, console: Console | None = None) -> in
     table = Table("gate", "verdict", "what")
     for v in verdicts:
         table.add_row(v.gate, v.verdict, v.detail)
-    (console or Console()).print(table)
+    console.print(table)
     return int(any(v.verdict == "fail" for v in verdicts))
 
 

@@ -173,11 +173,19 @@ def read_rows(path: Path) -> list[CorpusRow]:
             f"this version reads schema {CORPUS_SCHEMA} with the columns {SCHEMA.names}",
             "build the corpus again with `opsd corpus build`",
         )
-    plain = table.drop_columns(list(_ARRAYS)).to_pylist()
-    arrays = {
-        name: [value.values.to_numpy(zero_copy_only=False).astype(kind, copy=False) for value in table[name]]
-        for name, kind in _ARRAYS.items()
-    }
+    inner = [c.values for name in _ARRAYS for c in table[name].chunks]
+    try:
+        if nulls := [n for n in SCHEMA.names if table[n].null_count] or any(v.null_count for v in inner):
+            raise ValueError(f"nulls in {nulls if isinstance(nulls, list) else 'a list'}")
+        plain = table.drop_columns(list(_ARRAYS)).to_pylist()
+        arrays = {
+            name: [value.values.to_numpy(zero_copy_only=False).astype(kind, copy=False) for value in table[name]]
+            for name, kind in _ARRAYS.items()
+        }
+    except (ValueError, pa.ArrowException) as error:  # text that is no UTF-8 too
+        raise OpsdError(
+            f"{path}: {error}", "every value of a row is there, and is of its kind", "build the corpus again"
+        ) from error
     return [CorpusRow(**row, **{name: arrays[name][i] for name in _ARRAYS}) for i, row in enumerate(plain)]
 
 

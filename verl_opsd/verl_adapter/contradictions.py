@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl_opsd.config import OpsdConfig
 from verl_opsd.distill.policy import PpoClip
@@ -39,7 +41,8 @@ def check_verl_keys(config: DictConfig, opsd: OpsdConfig) -> None:
     Raises:
         OpsdError: naming the key, the rule and the key to set instead.
     """
-    _check_labels(config)
+    check_labels(config, LABELS)
+    check_model_keys(config, "actor_rollout_ref.model")
     check_values(config)
     check_loggers(config.trainer)
     check_device(config.trainer, f"scale={opsd.scale}", opsd.scale)
@@ -165,13 +168,62 @@ def _is_opsd_trainer(mode: str) -> bool:
     return issubclass(TRAINER_REGISTRY.get(mode, object), OpsdTrainer)
 
 
-def _check_labels(config: DictConfig) -> None:
-    given = {o.lstrip("+~").split("=")[0] for o in OmegaConf.select(config, "hydra.overrides.task") or ()}
-    for key in sorted(given & set(LABELS)):
+def _given(config: DictConfig) -> set[str]:
+    """Keys on the command line."""
+    return {o.lstrip("+~").split("=")[0] for o in OmegaConf.select(config, "hydra.overrides.task") or ()}
+
+
+def check_model_keys(config: DictConfig, key: str) -> None:
+    """Keys of an adapter that is not made, and libraries that are not there.
+
+    Args:
+        key: name of verl's section of the model.
+
+    Raises:
+        OpsdError: see above.
+    """
+    model, made = OmegaConf.select(config, key), ("target_modules", "exclude_modules")
+    path = OmegaConf.select(model, "lora_adapter_path")
+    unread = made if path is not None else ("lora_alpha", *made) if model.lora_rank == 0 else ()
+    if twice := sorted(_given(config) & {f"{key}.{k}" for k in unread}):
+        raise OpsdError(
+            f"{twice[0]}={OmegaConf.select(config, twice[0])} with {key}.lora_rank={model.lora_rank} lora_adapter_path={path}",
+            "no adapter is made of it; it would be ignored in silence",
+            f"leave it out, or set {key}.lora_rank without lora_adapter_path",
+        )
+    if not isinstance(model.override_config, DictConfig):
+        raise OpsdError(f"{key}.override_config={model.override_config}", "it is a group of keys", "set keys below it")
+    if model.use_liger and importlib.util.find_spec("liger_kernel") is None:
+        raise OpsdError(
+            f"{key}.use_liger=true, and liger-kernel is not installed",
+            "verl takes kernels from it",
+            "install it, or leave it out",
+        )
+    names = model.external_lib
+    for name in [names] if not isinstance(names, ListConfig) else names:
+        try:
+            found = name is None or importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError, AttributeError):
+            found = False
+        if not found:
+            raise OpsdError(
+                f"{key}.external_lib={names}", "it is a module that can be imported, or a list of them", "correct it"
+            )
+
+
+def check_labels(config: DictConfig, labels: Mapping[str, str]) -> None:
+    """
+    Args:
+        labels: key -> the group that sets it.
+
+    Raises:
+        OpsdError: one was set by itself.
+    """
+    for key in sorted(_given(config) & set(labels)):
         raise OpsdError(
             f"{key}={OmegaConf.select(config, key)} on the command line",
             "it names the group that was composed; set alone it would call one thing another",
-            f"choose the group: {LABELS[key]}",
+            f"choose the group: {labels[key]}",
         )
 
 
@@ -182,7 +234,8 @@ def check_loggers(trainer: DictConfig) -> None:
     """
     from verl.utils.tracking import Tracking
 
-    loggers = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger or ())
+    given = trainer.logger
+    loggers = [given] if isinstance(given, str) else list(given) if isinstance(given, ListConfig) else [str(given)]
     unknown = sorted(set(map(str, loggers)) - set(Tracking.supported_backend))
     if unknown:
         raise OpsdError(
@@ -219,6 +272,11 @@ def check_dtypes(engine: DictConfig, key: str, model: DictConfig, model_key: str
         "mixed_precision.param_dtype": OmegaConf.select(engine, "mixed_precision.param_dtype"),
         "dtype": engine.get("dtype"),
     }
+    mixed = engine.get("mixed_precision")
+    if mixed is not None and (null := [k for k, v in mixed.items() if v is None]):
+        raise OpsdError(
+            f"{key}.mixed_precision.{null[0]}=null", "it is the name of a precision", "name one, or leave the key out"
+        )
     half = sorted(k for k, v in dtypes.items() if str(v) in ("fp16", "float16"))
     if half:
         raise OpsdError(

@@ -60,7 +60,7 @@ def check_texts(config: DictConfig, reference: dict[Any, Any] | None = None) -> 
     """Compares the kinds of values with verl's list, as :func:`check_keys` does the keys; for what has no check of its own.
 
     Raises:
-        OpsdError: text where verl has a number, or true and false.
+        OpsdError: something else where verl has a number, or true and false.
     """
     _compare_kinds(_raw(config), listed_keys() if reference is None else reference, "")
 
@@ -70,7 +70,13 @@ def _compare_kinds(given: dict[Any, Any], reference: dict[Any, Any], where: str)
         usual = reference.get(key)
         if isinstance(value, dict) and isinstance(usual, dict):
             _compare_kinds(value, usual, f"{where}{key}.")
-        elif isinstance(value, str) and "${" not in value and isinstance(usual, (int, float)):
+        elif isinstance(value, str) and "${" in value:
+            continue
+        elif isinstance(usual, (int, float)) and (
+            isinstance(value, (str, list, dict)) or isinstance(usual, bool) != isinstance(value, bool)
+        ):
+            if value is None and not isinstance(usual, bool):
+                continue  # verl has a value of its own for it
             kind = "true or false" if isinstance(usual, bool) else "a number"
             raise OpsdError(f"{where}{key}={value}", f"{where}{key} is {kind}", "correct the value")
 
@@ -121,6 +127,10 @@ def _compare(
             unknown[path] = f" (did you mean {near[0]}?)" if near else ""
             continue
         below = reference.get(key)
+        if isinstance(below, dict) and below and not (isinstance(value, dict) or (isinstance(value, str) and "${" in value)):
+            raise OpsdError(
+                f"{path}={value}", f"{path} is a group of keys", f"set one below it, such as {path}.{next(iter(below))}"
+            )
         if isinstance(value, dict) and isinstance(below, dict) and below and not str(key).endswith(OPEN):
             _compare(value, below, path, unknown, unlisted)
 

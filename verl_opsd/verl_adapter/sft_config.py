@@ -12,12 +12,22 @@ from verl_opsd.distill.weights import SurprisalGate
 from verl_opsd.errors import OpsdError
 from verl_opsd.rundir import RunDir
 from verl_opsd.verl_adapter.choices import check_choices
-from verl_opsd.verl_adapter.contradictions import check_device, check_dtypes, check_loggers, check_padded, check_shared
+from verl_opsd.verl_adapter.contradictions import (
+    check_device,
+    check_dtypes,
+    check_labels,
+    check_loggers,
+    check_model_keys,
+    check_padded,
+    check_shared,
+)
 from verl_opsd.verl_adapter.ignored import IGNORED_BY_WARM_START, check_ignored
 from verl_opsd.verl_adapter.keys import ATTENTIONS, check_keys, check_texts, warm_start_keys
 from verl_opsd.verl_adapter.optimizer import check_optimizer
 from verl_opsd.verl_adapter.values import WARM_START_KINDS, check_kinds
 
+#: What a group sets.
+LABELS = {"opsd.recipe": "+recipe=", "opsd.scale": "sft_scale=", "opsd.student": "sft_scale="}
 #: How rows share a pass.
 PASSES = ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu")
 DATASET = ("pkg://verl_opsd.verl_adapter.sft_data", "CorpusDataset")
@@ -71,6 +81,10 @@ def parse(config: DictConfig) -> WarmStartConfig:
             f"{', '.join(missing)} not set", "there is no default", "give KEY=FOLDER, a folder of `opsd corpus build`"
         )
     check_keys(config, warm_start_keys(), {})
+    check_labels(config, LABELS)
+    check_kinds(config, WARM_START_KINDS)
+    check_texts(config, warm_start_keys())
+    check_model_keys(config, "model")
     opsd: WarmStartConfig = build_section(WarmStartConfig, OmegaConf.to_container(config.opsd, resolve=True), "opsd")
     sft, trainer, data, saved = opsd.sft, config.trainer, config.data, config.checkpoint
     files = tuple(str(RunDir.from_env().path / "data" / f"{k}.json") for k in ("train", "validation"))
@@ -155,6 +169,12 @@ def parse(config: DictConfig) -> WarmStartConfig:
             "a run goes on as if it had not been stopped, so that its checkpoints hold all of its state",
             "leave them out, or save after the last step only (trainer.save_freq=-1)",
         ),
+        (
+            "model" not in saved.save_contents,
+            f"checkpoint.save_contents={list(saved.save_contents)}",
+            "what was trained is kept at the end",
+            "name model among them",
+        ),
         (config.model.use_fused_kernels, "model.use_fused_kernels=true", "they bypass the vocabulary head", "set it to false"),
     ]
     for broken, what, rule, way_out in rules:
@@ -162,14 +182,12 @@ def parse(config: DictConfig) -> WarmStartConfig:
             raise OpsdError(what, rule, way_out)
     if sft.gate is not None:
         SurprisalGate(sft.gate.kappa, sft.gate.gamma)
-    check_kinds(config, WARM_START_KINDS)
     check_loggers(trainer)
     check_device(trainer, f"sft_scale={opsd.scale}", opsd.scale)
     check_dtypes(config.engine, "engine", config.model, "model")
     check_padded(config.engine, "engine", config.model, "model")
     check_shared(config.engine.ulysses_sequence_parallel_size, "engine", config.model, "model")
     check_ignored(config, IGNORED_BY_WARM_START, warm_start_keys())
-    check_texts(config, warm_start_keys())
     check_optimizer(config.optim, "optim")
     return opsd
 

@@ -64,7 +64,8 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         for key in ("actor.ppo", "rollout.log_prob")
     },
     "actor_rollout_ref.model.lora_rank": ("a whole number, 0 for full-parameter training", lambda v: type(v) is int and v >= 0),
-    "actor_rollout_ref.model.lora_alpha": ("a number above 0", lambda v: _number(v) and v > 0),
+    # whole: verl writes it so beside its checkpoints, from where an export takes it
+    "actor_rollout_ref.model.lora_alpha": ("a whole number above 0", lambda v: type(v) is int and v > 0),
     **{
         f"actor_rollout_ref.actor.fsdp_config.{key}": (f"one of {', '.join(DTYPES)}", lambda v: v is None or v in DTYPES)
         for key in ("model_dtype", "dtype", *(f"mixed_precision.{k}_dtype" for k in ("param", "reduce", "buffer")))
@@ -106,6 +107,8 @@ WARM_START_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         f"engine.{k}": KINDS[f"actor_rollout_ref.actor.fsdp_config.{k}"]
         for k in ("model_dtype", "dtype", *(f"mixed_precision.{k}_dtype" for k in ("param", "reduce", "buffer")))
     },
+    "checkpoint.save_lora_only": ("true or false", lambda v: v is None or isinstance(v, bool)),
+    "trainer.default_hdfs_dir": ("a folder, or null", lambda v: v is None or (isinstance(v, str) and bool(v))),
     "engine.ulysses_sequence_parallel_size": _WHOLE,
     "engine.pad_to_length": _SWITCH,
     "engine.pad_to_length_bucket": _WHOLE,

@@ -200,3 +200,13 @@ def test_bad_input_ends_with_code_2(tmp_path, capsys):
     assert "holds no meta.json" in capsys.readouterr().err
     assert main(["corpus", "show", str(tmp_path)]) == 2
     assert "holds no corpus.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["evaluation", "sources", "composition", "spec", "model", "contract", "contract_hashes"])
+def test_a_manifest_that_was_taken_apart_is_no_bug(key, recorded, capsys):
+    text = (recorded / MANIFEST).read_text()
+    for value in (None, [], {}, [None], {"a": None}, 3):
+        (recorded / MANIFEST).write_text(json.dumps(json.loads(text) | {key: value}))
+        assert main(["corpus", "check", "--without-sources", str(recorded)]) in (1, 2), value
+        assert main(["corpus", "show", str(recorded)]) == 2
+        assert "gate manifest" in capsys.readouterr().err

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from recorded import CONTRACT, rendering
 
@@ -288,3 +290,31 @@ def test_a_manifest_with_a_key_lost_anywhere_is_told_from_a_bug(part, corpus, ru
         except OpsdError as error:
             assert "build the corpus again" in str(error) or "contract" in str(error), (above, key, error)
     assert found
+
+
+@pytest.mark.parametrize("where", ["value", "list"])
+@pytest.mark.parametrize("name", ["input_ids", "loss_mask", "logprobs", "repo", "passed", "row_hash"])
+def test_values_that_are_not_there_are_refused(name, where, corpus):
+    path = corpus / "train.parquet"
+    table = pq.read_table(path)
+    values, place = table[name].to_pylist(), table.schema.names.index(name)
+    if where == "list" and not isinstance(values[0], list):
+        return
+    if where == "list":
+        values[0][1] = None
+    else:
+        values[1] = None
+    pq.write_table(table.set_column(place, table.schema.field(name), pa.array(values, table.schema.field(name).type)), path)
+    with pytest.raises(OpsdError, match=r"train\.parquet: nulls in"):
+        read_rows(path)
+
+
+def test_text_that_is_none_is_told_from_a_bug(corpus, run, target):
+    """A byte of a repository's name that is no UTF-8: Parquet's own reader passes it."""
+    path = corpus / "train.parquet"
+    table = pq.read_table(path)
+    raw = pa.array([b"\xff\xfe"] * table.num_rows, pa.binary()).view(pa.string())
+    pq.write_table(table.set_column(table.schema.names.index("repo"), table.schema.field("repo"), raw), path)
+    with pytest.raises(OpsdError, match=r"train\.parquet: 'utf-8'"):
+        read_rows(path)
+    assert "'utf-8'" in failed(corpus, run, target)["file_hash"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from test_classified_keys import WARM_START
 from test_warm_start import compose, make_corpus, prepare, row, run  # noqa: F401
 from transformers import AutoTokenizer
 from verl.utils.config import omega_conf_to_dataclass
@@ -37,8 +38,8 @@ def plain(compose) -> Any:
     [
         ("trainer.save_freq", 0, "save_freq, test_freq = "),
         ("trainer.test_freq", 0, "save_freq, test_freq = "),
-        ("trainer.test_freq", True, "save_freq, test_freq = "),
-        ("trainer.test_freq", "after_each_epoch", "save_freq, test_freq = "),
+        ("trainer.test_freq", True, "trainer.test_freq=True"),
+        ("trainer.test_freq", "after_each_epoch", "trainer.test_freq=after_each_epoch"),
         ("trainer.total_training_steps", 5, "total_training_steps=5"),
         ("data.val_files", "/x.json", "val_files=/x.json"),
         ("data.val_max_samples", 2, "val_max_samples=2"),
@@ -56,6 +57,19 @@ def plain(compose) -> Any:
         ("optim.lr_scheduler_type", "cosin", "constant or cosine"),
         ("model.lora_rank", -1, "model.lora_rank=-1"),
         ("model.lora_alpha", 0, "model.lora_alpha=0"),
+        ("model.lora_alpha", 1.5, "model.lora_alpha=1.5"),  # beside a checkpoint it would be 1
+        ("model.external_lib", "no.such.module", "model.external_lib=no.such.module"),
+        ("engine.mixed_precision.param_dtype", None, "mixed_precision.param_dtype=null"),
+        ("engine.reshard_after_forward", 1, "reshard_after_forward=1"),
+        ("engine.ulysses_sequence_parallel_size", 2, "ulysses_sequence_parallel_size=2 with attn_implementation=sdpa"),
+        ("engine.max_token_len_per_gpu", 7, "engine.use_dynamic_bsz=False, engine.max_token_len_per_gpu=7"),
+        ("checkpoint.save_contents", [], r"save_contents"),
+        ("trainer.logger", ["console", "banana"], "leave out banana"),
+        ("trainer.device", "cuda", "trainer.device=cuda with sft_scale=local"),
+        ("trainer.n_gpus_per_node", 4, "nproc_per_node"),
+        ("trainer.profile_interval", [3, 1], "profile_interval"),
+        ("optim.optimizer", "Foo", "optim.optimizer=Foo"),
+        ("data.cache_dir", "/x", "data.cache_dir"),  # of verl's PPO trainer alone
         ("data.micro_batch_size_per_gpu", 0, "micro_batch_size_per_gpu=0"),
         ("trainer.max_ckpt_to_keep", 0, "max_ckpt_to_keep=0"),
         ("engine.forward_only", True, "forward_only=True"),
@@ -92,6 +106,64 @@ def test_a_key_that_nothing_reads_or_that_cannot_be_is_refused(key, value, what,
     with pytest.raises(OpsdError, match=what):
         parse(config)
     parse(plain)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["opsd.recipe=mine"], r"opsd.recipe=mine on the command line\n(.|\n)*\+recipe="),
+        (["opsd.scale=local"], r"opsd.scale=local on the command line\n(.|\n)*sft_scale="),
+        (["opsd.student=tiny"], "opsd.student=tiny on the command line"),
+        (["model.lora_alpha=32"], "model.lora_alpha=32 with model.lora_rank=0"),
+        (["model.target_modules=[q_proj]"], "model.target_modules="),
+        (["model.exclude_modules=lm_head", "model.lora_rank=4", "model.lora_adapter_path=/x"], "model.exclude_modules=lm_head"),
+    ],
+)
+def test_labels_and_keys_of_an_adapter_that_is_not_made_are_refused_on_the_command_line(words, what, compose):
+    config = compose("corpus=C", *words)
+    OmegaConf.update(config, "hydra.overrides.task", words, force_add=True)
+    with pytest.raises(OpsdError, match=what):
+        parse(config)
+
+
+@pytest.mark.parametrize("value", ["banana", 1.5, [], {}])
+def test_values_of_another_kind_and_groups_that_are_none_have_errors_of_their_own(value, plain, monkeypatch):
+    monkeypatch.setenv("OPSD_RUN_DIR", str(plain.data.train_files).removesuffix("/data/train.json"))
+    sections = [
+        "model",
+        "engine",
+        "optim",
+        "data",
+        "trainer",
+        "checkpoint",
+        "model.override_config",
+        "opsd.sft.gate",
+    ]
+    text: Any = {
+        "model.path",
+        "model.target_modules",
+        "model.exclude_modules",
+        "trainer.project_name",
+        "trainer.experiment_name",
+    }
+    text |= {
+        "trainer.default_hdfs_dir",
+        "model.lora_adapter_path",
+        "model.external_lib",
+        "trainer.logger",
+        "checkpoint.load_contents",
+    }
+    for key in {*WARM_START, *sections} - text - {"engine.fsdp_size"}:  # that one against the ranks, when a run is prepared
+        config = plain.copy()
+        OmegaConf.update(config, key, value, force_add=True, merge=False)
+        number = value == 1.5 and key in {"optim.lr", "optim.clip_grad", "optim.weight_decay", "optim.num_cycles"}
+        empty = value == {} and key in {"optim.override_optimizer_config", "model.override_config"}
+        if number or empty:
+            parse(config)
+            continue
+        with pytest.raises(OpsdError):
+            parse(config)
+            pytest.fail(f"{key}={value}")
 
 
 @pytest.mark.parametrize(
