@@ -90,7 +90,7 @@ def show_brief(args: argparse.Namespace, console: Console | None = None) -> int:
 
 def audit_briefs(args: argparse.Namespace, console: Console | None = None) -> int:
     """Prints a row a brief and the verdict over all; 1 when one holds more than it declares."""
-    from verl_opsd.cooperbench.pair_briefs import base_tree, material, require_workflows
+    from verl_opsd.cooperbench.pair_briefs import base_tree, material, require_patches, require_workflows
     from verl_opsd.privilege import audit, distinct_texts
 
     if args.files:
@@ -99,6 +99,7 @@ def audit_briefs(args: argparse.Namespace, console: Console | None = None) -> in
     made, leaking = [], 0
     console = console or Console()
     for pair in _pairs(args):
+        require_patches(pair)
         base = base_tree(pair)
         for agent, brief in _briefs(args, pair).items():
             found = audit(brief, material(pair, agent, base, elsewhere="wrong_task" in args.name.split("+")))

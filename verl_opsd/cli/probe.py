@@ -185,7 +185,7 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
     from verl_opsd.probe.html import report
     from verl_opsd.probe.measure import measure, summary, teachability
     from verl_opsd.probe.recovery import recover
-    from verl_opsd.probe.states import ARMS, read_branches, split_fitting
+    from verl_opsd.probe.states import ARMS, coinciding, read_branches, split_fitting
     from verl_opsd.rundir import RunDir, write_json
     from verl_opsd.teachers.fp8 import STATISTICS
     from verl_opsd.tokens.store import corpus_digest
@@ -205,6 +205,8 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
     corpus = corpus_digest(run.episodes) if args.fp8 else ""
     positions = min((n for n in (student.limits[0], teacher.limits[0]) if n is not None), default=None)
     branches, left_out = split_fitting(found, choice, arms, args.placements, tokenizer, positions)
+    same = coinciding(branches, arms, choice, tokenizer)
+    arms = [a for a in arms if same.get(a) != len(branches)]
     workers = 1
     if args.device == "cpu":
         workers = len(os.sched_getaffinity(0))
@@ -221,7 +223,11 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
             lambda n: status.update(f"{n} of {len(branches)} branches"),
             workers=workers,
         )
-        result = summary(probe) | {"left_out": left_out, "episodes_left_out": sorted(set(args.leave_out))}
+        result = summary(probe) | {
+            "left_out": left_out,
+            "episodes_left_out": sorted(set(args.leave_out)),
+            "same_as_brief": same,
+        }
         status.update("prefix recovery")
         result["recovery"] = recover(branches, student, teacher, tokenizer, choice, args.placements[0])
     if args.teacher_run is not None:
@@ -259,6 +265,8 @@ def run_probe(args: argparse.Namespace, console: Console | None = None) -> int:
         for arm, s in tables["arms"].items():
             table.add_row(arm, *(f"{s[k]:.3g}" for k in ("mean", "median", "p90", "p99", "flips")))
         console.print(table)
+    for arm, n in result["same_as_brief"].items():
+        console.print(f"{arm} is the brief itself at {n} of {len(branches)} branches{', and left out' * (arm not in arms)}")
     for v in verdicts:
         console.print(
             f"{'pass' if v['passed'] else 'FAIL'}  {v['name']}: {v['value']:.3g} against {v['threshold']:.3g}", highlight=False

@@ -138,6 +138,22 @@ def base_tree(pair: PairTask) -> Path | None:
     return own if own.is_dir() else None
 
 
+def require_patches(pair: PairTask) -> None:
+    """What a brief is audited against is there.
+
+    Raises:
+        OpsdError: a feature without gold patch or hidden tests, beside which everything would be answer-free.
+    """
+    for feature in pair.features:
+        for kind, file in _FILE.items():
+            if not patch_of(pair, feature, kind).strip():  # type: ignore[arg-type]
+                raise OpsdError(
+                    f"{pair.key}: feature {feature} has no text in {file}",
+                    "a brief is audited against the gold patch and the hidden tests of both features",
+                    "complete the task, or take the pair out of the subset",
+                )
+
+
 def require_workflows(pairs: list[PairTask], files: str) -> None:
     """Reads every pair's workflow and checks it against the gold patches.
 

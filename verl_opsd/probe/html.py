@@ -32,7 +32,8 @@ def report(probe: Probe, result: Mapping[str, Any], gates: Sequence[Mapping[str,
         f"<h1>{escape(title)}</h1><p>{result['episodes']} episodes, {result['branches']} branches, {result['positions']} loss positions; "
         f"branches left out: {', '.join(f'{n} {why}' for why, n in result['left_out'].items())}; "
         f"episodes left out by name: {escape(', '.join(result['episodes_left_out'])) or 'none'}. "
-        "Nats a token, temperature 1.</p>",
+        + "".join(f"Arm {arm} is the brief itself at {n} branches. " for arm, n in result["same_as_brief"].items())
+        + "Nats a token, temperature 1.</p>",
         "<h2>Gates</h2>",
         _table(
             ["gate", "value", "threshold", "verdict"],

@@ -139,9 +139,22 @@ def context_ids(branch: Branch, arm: str, choice: BriefChoice, tokenizer: Any) -
         random.Random(brief.hash).shuffle(words)
         return _encode(tokenizer, "\n\n" + " ".join(words))
     if arm == "content_free":
-        unit = _encode(tokenizer, "\n\n" + FILLER * (len(ids) // 4 + 1))
-        return unit[: len(ids)]
+        times = len(ids) // 4 + 1
+        while len(filler := _encode(tokenizer, "\n\n" + FILLER * times)) < len(ids):  # a tokenizer may know long phrases
+            times *= 2
+        return filler[: len(ids)]
     return ids
+
+
+def coinciding(branches: Sequence[Branch], arms: Sequence[str], choice: BriefChoice, tokenizer: Any) -> dict[str, int]:
+    """By arm that has any: branches at which it is the brief itself, token by token. A brief that is the same for all tasks is also that of
+    a wrong task; such an arm controls nothing."""
+    found = {}
+    for arm in arms:
+        if arm != "brief":
+            same = (context_ids(b, arm, choice, tokenizer) == context_ids(b, "brief", choice, tokenizer) for b in branches)
+            found[arm] = sum(same)
+    return {arm: n for arm, n in found.items() if n}
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

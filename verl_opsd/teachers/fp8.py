@@ -34,6 +34,8 @@ SMALLEST = 256
 SHARED = (("q_proj", "k_proj", "v_proj"), ("in_proj_qkv", "in_proj_z"), ("gate_proj", "up_proj"))
 #: How far the conditioning signal stands above the error of the precision, at every statistic of :data:`STATISTICS`.
 FACTOR = 10.0
+#: Positions below which the 99th percentile is no more than the largest of a few.
+POSITIONS = 100
 #: Statistics of per-position divergences that are compared; the names are the telemetry's.
 STATISTICS = ("mean", "median", "p90", "p99")
 
@@ -184,8 +186,14 @@ def require(measured: Mapping[str, float], signal: Mapping[str, float]) -> None:
         signal: the same statistics of the conditioning signal, KL between the briefed and the unbriefed teacher.
 
     Raises:
-        OpsdError: the signal does not stand :data:`FACTOR` times above the error.
+        OpsdError: the signal does not stand :data:`FACTOR` times above the error, or there is none.
     """
+    if not max(measured[k] for k in STATISTICS) > 0:
+        raise OpsdError(
+            "an FP8 teacher without any error",
+            "rounding to e4m3 changes something; an error of 0 is that of a model of which nothing was rounded",
+            "look at the model: products with a side below 256 stay as they are; keep the teacher in bf16",
+        )
     short = [f"{k}: {signal[k]:.2g} against {measured[k]:.2g}" for k in STATISTICS if not signal[k] >= FACTOR * measured[k]]
     if short:
         raise OpsdError(
@@ -288,15 +296,15 @@ def require_measured(found: Measurement, run: Measured, path: str) -> None:
         run: without ``corpus`` where it plays its own episodes. path: of its teacher, for the error.
 
     Raises:
-        OpsdError: the measurement is of something else, which is named, of no position, or the signal does not stand far enough above
+        OpsdError: the measurement is of something else, which is named, of fewer than :data:`POSITIONS`, or the signal does not stand far enough above
             the error.
     """
     names = [f.name for f in fields(Measured) if f.name != "corpus" or run.corpus is not None]
     pairs = {n: (getattr(found, n), getattr(run, n)) for n in names}
     shown = {n: (f"{a} ({found.path})", f"{b} ({path})") if n == "teacher" else (a, b) for n, (a, b) in pairs.items()}
     different = [f"{n} {shown[n][0]}, the run has {shown[n][1]}" for n, (a, b) in pairs.items() if a != b]
-    if found.positions < 1:
-        different.append("no position")
+    if found.positions < POSITIONS:
+        different.append(f"{found.positions} positions, at least {POSITIONS} are needed for its 99th percentile")
     if different:
         raise OpsdError(
             f"an FP8 measurement of {'; '.join(different)}",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_opsd.config import OpsdConfig
-from verl_opsd.cooperbench.pair_briefs import base_tree, briefs_of, material, require_workflows
+from verl_opsd.cooperbench.pair_briefs import base_tree, briefs_of, material, require_patches, require_workflows
 from verl_opsd.cooperbench.types import PairTask
 from verl_opsd.errors import OpsdError
 from verl_opsd.privilege import Audit, Brief, ChatMarkers, NoBrief, audit, distinct_texts, require_answer_free
@@ -31,7 +31,7 @@ def check_briefs(opsd: OpsdConfig, pairs: list[PairTask], student_path: str) -> 
     """Makes and audits every agent's brief, so that one that is unknown, missing, forbidden, leaking or too long stops here.
 
     Raises:
-        OpsdError: see :func:`verl_opsd.privilege.make_brief`, :func:`verl_opsd.privilege.require_answer_free`,
+        OpsdError: see :func:`verl_opsd.privilege.make_brief`, :func:`verl_opsd.cooperbench.pair_briefs.require_patches`, :func:`verl_opsd.privilege.require_answer_free`,
             ``ChatMarkers.from_tokenizer``, :func:`check_views`.
     """
     if opsd.brief.files is not None:
@@ -46,6 +46,8 @@ def check_briefs(opsd: OpsdConfig, pairs: list[PairTask], student_path: str) -> 
         ).items():
             if isinstance(brief, NoBrief):
                 raise OpsdError(f"{pair.key}: no brief for {agent}", "every training state must have its brief", brief.way_out)
+            if not brief.allow_answer and brief.text:
+                require_patches(pair)
             known = functools.partial(material, pair, agent, elsewhere=elsewhere)
             found = audit(brief, known())
             if found.findings and not brief.allow_answer:  # what the base tree holds is no leak; it is read only now

@@ -186,8 +186,8 @@ class TeacherPool:
         self._replicas = [_Replica(n, self._slots(n)) for n in range(self._count)]
         loaded = [fact for facts in await asyncio.gather(*map(self._load, self._replicas)) for fact in facts]
         self.facts: TeacherFacts = loaded[0]
-        self.head_error = max(f.head_error for f in loaded)
-        self.spread = max(self._distance(f.probe_PH) for f in loaded)
+        self.head_error = _worst(f.head_error for f in loaded)
+        self.spread = _worst(self._distance(f.probe_PH) for f in loaded)
         self._require_alive()
         self._lanes = [asyncio.create_task(self._lane(r)) for _ in range(IN_FLIGHT) for r in self._replicas]
 
@@ -341,7 +341,7 @@ class TeacherPool:
             for worker in replica.workers:
                 ray.kill(worker, no_restart=True)
             replica.workers = self._slots(replica.number)
-            distance = max(self._distance(f.probe_PH) for f in await self._load(replica))
+            distance = _worst([self._distance(f.probe_PH) for f in await self._load(replica)])
             replica.generation += 1
             self.restarts += 1
             if not distance <= self.tolerance:
@@ -396,6 +396,11 @@ class TeacherPool:
         return float(
             torch.where(apart_P == 0, 0.0, apart_P / ours.norm(dim=-1)).max()
         )  # a padding token's embedding may be zero
+
+
+def _worst(values: Iterable[float]) -> float:
+    """The largest; NaN where one is, which Python's ``max`` passes over."""
+    return float(torch.tensor(list(values), dtype=torch.float64).max())
 
 
 def _portable(p: Pass) -> Pass:

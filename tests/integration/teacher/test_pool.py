@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import os
 import pickle
 import signal
@@ -55,6 +56,8 @@ class Recording(TeacherWorker):
         facts = super().load(*where)
         if (self._folder / f"differs{self._slot}").exists():
             facts = dataclasses.replace(facts, probe_PH=facts.probe_PH * 1.01)
+        if (self._folder / f"broken{self._slot}").exists():
+            facts = dataclasses.replace(facts, probe_PH=facts.probe_PH.clone().index_fill_(0, torch.tensor([7]), torch.nan))
         return facts
 
     def score(self, rows: Any) -> Tensor:
@@ -178,6 +181,15 @@ def test_worker_that_comes_back_different_is_refused(path: str, tmp_path: Path, 
     (tmp_path / "differs0").touch()
     with pytest.raises(OpsdError, match=r"started again differs by 0\.01"):
         pool.score(rows_of(6))
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_worker_whose_states_are_not_numbers_is_seen_wherever_it_is(
+    path: str, tmp_path: Path, pool_of: Callable[..., Blocking], slot: int
+) -> None:
+    (tmp_path / f"broken{slot}").touch()
+    found = pool_of(2).pool
+    assert math.isnan(found.spread) and not found.spread <= found.tolerance  # as the gate compares
 
 
 def test_workers_that_differ_or_hang_are_seen(path: str, tmp_path: Path, pool_of: Callable[..., Blocking]) -> None:

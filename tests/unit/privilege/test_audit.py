@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import keyword
 import re
+import shutil
 
 import pytest
 
 from verl_opsd.cooperbench.dataset import POCKET_DIR, load_subset
-from verl_opsd.cooperbench.pair_briefs import base_tree, briefs_of, material, patch_of
+from verl_opsd.cooperbench.pair_briefs import base_tree, briefs_of, material, patch_of, require_patches
 from verl_opsd.errors import OpsdError
 from verl_opsd.privilege import (
     Material,
@@ -206,6 +207,18 @@ def test_answers_are_found_by_their_text_even_when_declared_as_guidance(name, ki
             hidden = audit(guidance(brief.sections[0].text), material(pair, agent, base_tree(pair)))
             assert kind in {f.kind for f in hidden.findings}
             require_answer_free(brief, declared, pair.key)  # allowed explicitly
+
+
+@pytest.mark.parametrize("file", ["feature.patch", "tests.patch"])
+@pytest.mark.parametrize("left", [None, "", "\n"])
+def test_nothing_is_answer_free_beside_nothing(file, left, tmp_path):
+    pair = dataclasses.replace(PAIRS[0], dataset_dir=tmp_path)
+    shutil.copytree(PAIRS[0].task_dir, pair.task_dir)
+    require_patches(pair)
+    gone = pair.task_dir / f"feature{pair.features[1]}" / file
+    gone.unlink() if left is None else gone.write_text(left)
+    with pytest.raises(OpsdError, match=f"feature {pair.features[1]} has no text in {file}"):
+        require_patches(pair)
 
 
 def test_patch_text_counts_only_where_it_is_news():

@@ -22,7 +22,16 @@ from verl_opsd.models.tiny import make_tiny
 from verl_opsd.privilege import ChatMarkers
 from verl_opsd.probe.measure import Head, depth_bucket, divergence, groups, measure, nll, spikes, summary
 from verl_opsd.probe.recovery import prefixes, recover
-from verl_opsd.probe.states import ARMS, BriefChoice, context_ids, passes_of_view, read_branches, split_fitting, view_of
+from verl_opsd.probe.states import (
+    ARMS,
+    BriefChoice,
+    coinciding,
+    context_ids,
+    passes_of_view,
+    read_branches,
+    split_fitting,
+    view_of,
+)
 from verl_opsd.rundir import RunDir
 from verl_opsd.teachers.device import DeviceTeacher
 from verl_opsd.tokens.branches import loss_positions
@@ -251,6 +260,32 @@ def test_a_damaged_episode_stops_the_probe_unless_it_is_left_out_by_name(paths, 
     assert main([*argv, "--leave-out", broken, "--episodes", "2"]) == 2  # as many as were asked for
     assert main(["why", str(run), whole, "1", "--teacher", str(paths[2])]) == 0  # one episode is read
     assert main(["why", str(run), broken, "1", "--teacher", str(paths[2])]) == 2
+
+
+def test_an_arm_that_is_the_brief_itself_controls_nothing(paths, tmp_path, branches, tokenizer):
+    """A protocol is the same whatever the task; a peer's task is not."""
+    argv = ["--episodes", "1", "--placements", "system", "--arms", "brief", "wrong_task", "shuffled"]
+    assert run(paths, tmp_path, "--brief", "shared_backlog", *argv) == 0
+    result = json.loads((tmp_path / "probe.json").read_text())
+    assert result["same_as_brief"] == {"wrong_task": result["branches"]}
+    assert all(list(result[f]["system"]["arms"]) == ["brief", "shuffled"] for f in ("effect", "pull"))
+    assert f"Arm wrong_task is the brief itself at {result['branches']} branches" in (tmp_path / "probe.html").read_text()
+    assert coinciding(branches, ARMS, CHOICE, tokenizer) == {}
+    assert coinciding(branches, ARMS, BriefChoice("none"), tokenizer) == dict.fromkeys(
+        ("wrong_task", "content_free"), len(branches)
+    )
+
+
+@pytest.mark.parametrize("characters", [1, 7, 500])
+def test_content_free_text_is_as_long_as_the_brief_for_any_tokenizer(branches, characters):
+    class Phrases:
+        """A token for each so many characters."""
+
+        def encode(self, text, **kwargs):
+            return [hash(text[i : i + characters]) for i in range(0, len(text), characters)]
+
+    brief, filler = (context_ids(branches[0], arm, CHOICE, Phrases()) for arm in ("brief", "content_free"))
+    assert len(filler) == len(brief) > 0
 
 
 def test_gates_fail_with_the_thresholds_of_a_file(paths, tmp_path):

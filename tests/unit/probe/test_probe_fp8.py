@@ -102,7 +102,7 @@ def test_the_launch_wants_a_measurement_that_stands_and_a_device(tmp_path: Path,
     model.mkdir(), other.mkdir()
     (model / "config.json").write_text("{}"), (other / "config.json").write_text("{ }")
     run = fp8.Measured(model_digest(str(model)), "bfloat16", "peer_spec", "system", "pocket pocket_train", "c")
-    good = fp8.Measurement(*dataclasses.astuple(run), str(model), 10, error, {k: 10 * v for k, v in error.items()})
+    good = fp8.Measurement(*dataclasses.astuple(run), str(model), 100, error, {k: 10 * v for k, v in error.items()})
     weak = dataclasses.replace(good, signal=error)
     good.write(tmp_path / "good.json")
     weak.write(tmp_path / "weak.json")

@@ -116,7 +116,7 @@ def test_a_signal_near_the_error_is_refused() -> None:
 
 ERROR = {"mean": 1e-3, "median": 1e-4, "p90": 2e-3, "p99": 1e-2, "max": 0.1}
 RUN = fp8.Measured("a1", "bfloat16", "peer_spec", "system", "pocket pocket_train", "c1")
-FOUND = fp8.Measurement(*dataclasses.astuple(RUN), "/m/big", 40, ERROR, {k: 11 * v for k, v in ERROR.items()})
+FOUND = fp8.Measurement(*dataclasses.astuple(RUN), "/m/big", 100, ERROR, {k: 11 * v for k, v in ERROR.items()})
 OTHERS = {
     "teacher": "a2",
     "dtype": "float32",
@@ -144,8 +144,15 @@ def test_a_measurement_survives_its_file_and_is_held_against_the_run(tmp_path: P
             assert [n for n in OTHERS if f" {n} " in what] == [name] and ("/m/big" in what) == (name == "teacher")
     online = dataclasses.replace(RUN, corpus=None)
     fp8.require_measured(dataclasses.replace(FOUND, corpus="c2"), online, "/m/big")  # it has yet to play its episodes
-    with pytest.raises(OpsdError, match="no position"):
-        fp8.require_measured(dataclasses.replace(FOUND, positions=0), RUN, "/m/big")
+    for few in (0, 1, 99):
+        with pytest.raises(OpsdError, match=f" {few} positions"):
+            fp8.require_measured(dataclasses.replace(FOUND, positions=few), RUN, "/m/big")
+    for nothing in (
+        FOUND,
+        dataclasses.replace(FOUND, signal=dict.fromkeys(ERROR, 0.0)),
+    ):  # of a model that was not rounded at all
+        with pytest.raises(OpsdError, match="without any error"):
+            fp8.require_measured(dataclasses.replace(nothing, error=dict.fromkeys(ERROR, 0.0)), RUN, "/m/big")
     weak = dataclasses.replace(FOUND, signal={k: 9 * v for k, v in ERROR.items()})
     with pytest.raises(OpsdError, match="10 times above"):
         fp8.require_measured(weak, RUN, "/m/big")
