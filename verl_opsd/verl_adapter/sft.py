@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,15 +112,17 @@ class SftEngine(OpsdEngine):
         return self.score_passes(passes, [len(p) for p in positions], self._untouched)
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """verl's; an anchor keeps the weights as they were before.
+        """verl's; an anchor keeps the weights as they were before. The place in the rows, which verl reads next, is there.
 
         Raises:
             OpsdError: a file of the checkpoint is cut off or gone.
         """
         if self.engine_config.loss.anchor:
             self.keep(self._untouched)
+        place = Path(local_path) / f"data_{self.get_data_parallel_rank()}.pt"
         try:
             super().load_checkpoint(local_path, *args, **kwargs)
+            torch.load(place, map_location="cpu", weights_only=False)  # verl starts at the first row where it is gone
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
             raise OpsdError(
                 f"{local_path}: {error}",

@@ -21,7 +21,7 @@ from verl_opsd import resume
 from verl_opsd.corpus.curriculum import Entry, Phase, schedule
 from verl_opsd.corpus.records import read_manifest, read_split, require_files
 from verl_opsd.errors import OpsdError
-from verl_opsd.rundir import RunDir, file_hash, write_json
+from verl_opsd.rundir import RunDir, file_hash, read_json, write_json
 from verl_opsd.verl_adapter.callback import refusing
 from verl_opsd.verl_adapter.choices import require_command
 from verl_opsd.verl_adapter.place import Found, require_writable
@@ -219,17 +219,20 @@ class WarmStartCallback(Callback):
         from verl_opsd.verl_adapter.requirements import require_plugin
 
         require_plugin()
-        before, composed = _trained_on(run), _plain(config)
+        before, composed = _trained_on(run) or {}, _plain(config)
         continued = any(run.path.glob("checkpoints/global_step_*"))
         if continued:
             _require_same(run, composed, ranks)
+            _require_checkpoint(run)
         print(f"verl-opsd: recipe=warm_start run directory {run.path}", flush=True)
         found = prepare(config, run, ranks)
-        if continued and before is not None and before != (after := _trained_on(run)):
-            for split, text in before.items():
-                (run.path / "data" / f"{split}.json").write_text(text)
+        if continued and before != (after := _trained_on(run)):
+            changed = [k for k in ("train", "validation") if before.get(k) != (after or {}).get(k)]
+            for split in changed:  # as it was
+                file = run.path / "data" / f"{split}.json"
+                file.write_text(before[split]) if split in before else file.unlink()
             raise OpsdError(
-                f"{run.path} holds checkpoints of another schedule ({[k for k in before if before[k] != (after or {}).get(k)]})",
+                f"{run.path} holds checkpoints of another schedule ({changed})",
                 "a run is continued on the rows that it was started with",
                 "start in another hydra.run.dir, or restore the corpus and the phases",
             )
@@ -284,10 +287,13 @@ def _require_same(run: RunDir, composed: dict[str, Any], ranks: int) -> None:
     Raises:
         OpsdError: naming what differs.
     """
-    path = run.path / "meta.json"
-    if not path.is_file():
-        return
-    meta = json.loads(path.read_text())
+    meta = read_json(run.path / "meta.json") if (run.path / "meta.json").is_file() else {}
+    if not {"ranks", "config"} <= meta.keys():
+        raise OpsdError(
+            f"{run.path} holds checkpoints, and no meta.json that says what made them",
+            "a run is continued under the configuration, on the rows and by as many ranks as it was started with",
+            "restore meta.json, or start in another hydra.run.dir",
+        )
     if meta["ranks"] != ranks:
         raise OpsdError(
             f"{run.path} holds checkpoints of {meta['ranks']} ranks, this start has {ranks}",
@@ -295,6 +301,24 @@ def _require_same(run: RunDir, composed: dict[str, Any], ranks: int) -> None:
             f"start {meta['ranks']} ranks, or start in another hydra.run.dir",
         )
     resume.require_same(run, meta["config"], composed, MAY_CHANGE)
+
+
+def _require_checkpoint(run: RunDir) -> None:
+    """The checkpoint that verl goes on from is the one that its tracker names; where it names none, verl would start at step 1.
+
+    Raises:
+        OpsdError: several checkpoints without a tracker, or one that names none of them.
+    """
+    tracker = run.path / "checkpoints" / "latest_checkpointed_iteration.txt"
+    steps = sorted(p.name.removeprefix("global_step_") for p in tracker.parent.glob("global_step_*"))
+    named = tracker.read_text(errors="replace").strip() if tracker.is_file() else None
+    if named in steps or (named is None and len(steps) == 1):  # a kill while the first one was written
+        return
+    raise OpsdError(
+        f"{tracker} {'is gone' if named is None else f'says {named[:40]!r}'}, and there are checkpoints of the steps {', '.join(steps)}",
+        "a run goes on from the checkpoint that its tracker names; another one would start at step 1 and write over them",
+        "write the number of one of them into it, or start in another hydra.run.dir",
+    )
 
 
 def _join_losses(run: RunDir, aside: bool = False) -> None:

@@ -158,6 +158,7 @@ def resumed() -> dict[str, Any]:
     with engine.train_mode():
         engine.train_batch(batch(own_rows(), True, 1, False), LOSS)
     engine.save_checkpoint(f"{OUT}-step1", global_step=1)
+    torch.save({}, f"{OUT}-step1/data_{RANK}.pt")
     again = build("tied", False, anchor=ANCHOR)
     base = plain(again, "tied", False)
     again.load_checkpoint(f"{OUT}-step1")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from test_classified_keys import WARM_START
 from test_warm_start import compose, make_corpus, prepare, row, run  # noqa: F401
@@ -25,6 +26,7 @@ from verl_opsd.verl_adapter.sft_config import parse
 from verl_opsd.verl_adapter.sft_data import CorpusDataset
 from verl_opsd.verl_adapter.sft_launch import WarmStartCallback
 
+TRACKER = "latest_checkpointed_iteration.txt"
 SHARED = "model.override_config.attn_implementation=ulysses_sdpa"
 
 
@@ -176,8 +178,26 @@ def test_a_checkpoint_that_cannot_be_read_is_named(error, monkeypatch):
     monkeypatch.setattr(SftEngine.__mro__[1], "load_checkpoint", load)
     engine = SftEngine.__new__(SftEngine)
     engine.engine_config = OmegaConf.create({"loss": {"anchor": 0.0}})
+    engine.get_data_parallel_rank = lambda: 0  # type: ignore[method-assign]
     with pytest.raises(OpsdError, match=rf"/run/global_step_4: {error}\n(.|\n)*latest_checkpointed_iteration"):
         engine.load_checkpoint("/run/global_step_4")
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_checkpoint_whose_place_in_the_rows_is_lost_is_named(damage, tmp_path, monkeypatch):
+    """verl would go on at the first row, with a warning."""
+    monkeypatch.setattr(SftEngine.__mro__[1], "load_checkpoint", lambda *args, **kwargs: None)
+    engine = SftEngine.__new__(SftEngine)
+    engine.engine_config = OmegaConf.create({"loss": {"anchor": 0.0}})
+    engine.get_data_parallel_rank = lambda: 1  # type: ignore[method-assign]
+    torch.save({"_snapshot": 3}, tmp_path / "data_1.pt")
+    engine.load_checkpoint(str(tmp_path))
+    if damage == "gone":
+        (tmp_path / "data_1.pt").unlink()
+    else:
+        (tmp_path / "data_1.pt").write_bytes((tmp_path / "data_1.pt").read_bytes()[:-30])
+    with pytest.raises(OpsdError, match="latest_checkpointed_iteration"):
+        engine.load_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize("stated", [1, 3])
@@ -295,6 +315,42 @@ def test_checkpoints_are_continued_on_the_rows_that_were_held_out(compose, run, 
     make_corpus(a, [10, 20], [13])
     with pytest.raises(OpsdError, match=r"another schedule \(\['validation'\]\)"):
         start(compose(f"corpus={a}"), run)
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda p: (p / "meta.json").unlink(), "no meta.json that says what made them"),
+        (lambda p: (p / "meta.json").write_text("{}"), "no meta.json that says what made them"),
+        (lambda p: (p / "meta.json").write_text("{"), "meta.json"),
+        (lambda p: (p / "data" / "train.json").unlink(), r"another schedule \(\['train', 'validation'\]\)"),
+        (lambda p: (p / "checkpoints" / TRACKER).unlink(), "is gone, and there are checkpoints of the steps 2, 4"),
+        (lambda p: (p / "checkpoints" / TRACKER).write_text("3"), "says '3', and there are checkpoints of the steps 2, 4"),
+        (lambda p: (p / "checkpoints" / TRACKER).write_text("four"), "says 'four'"),
+        (lambda p: (p / "checkpoints" / TRACKER).write_bytes(b"\xff"), "says "),
+    ],
+)
+def test_checkpoints_whose_run_is_not_known_any_more_are_not_continued(damage, what, compose, run, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPSD_START", "then")
+    config = compose(f"corpus={make_corpus(tmp_path / 'corpus', [10, 20], [12])}")
+    start(config, run)
+    for step in (2, 4):
+        (run.path / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
+    for step in ("2\n", "4"):  # either may be named
+        (run.path / "checkpoints" / TRACKER).write_text(step)
+        start(config, run)
+    damage(run.path)
+    for _ in range(2):  # a refused start leaves nothing that the next one would go on from
+        with pytest.raises(OpsdError, match=what):
+            start(config, run)
+
+
+def test_a_run_that_was_killed_while_it_wrote_its_first_checkpoint_starts_over(compose, run, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPSD_START", "then")
+    config = compose(f"corpus={make_corpus(tmp_path / 'corpus', [10, 20], [12])}")
+    start(config, run)
+    (run.path / "checkpoints" / "global_step_2").mkdir(parents=True)
+    start(config, run)
 
 
 @pytest.mark.parametrize(("dynamic", "limits"), [(True, (77, float("inf"))), (False, (float("inf"), 3))])
