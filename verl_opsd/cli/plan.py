@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command = subparsers.add_parser("plan", help="which layout of devices fits a pair", description=text)
     names = f"{', '.join(KNOWN)}, or a folder or hub name in Hugging Face layout"
     command.add_argument("--student", default="qwen3.5-9b", help=names)
-    command.add_argument("--teacher", default="qwen3.5-27b", help="the same")
+    command.add_argument("--teacher", default="qwen3.5-27b", help="the same, or self: the student is its own teacher")
     command.add_argument("--gpus", type=int, required=True, help="devices in all")
     command.add_argument("--context", type=int, required=True, help="tokens of the longest trajectory")
     command.add_argument("--device", default="H200", help="H200 or H100; default: H200")
@@ -85,7 +85,8 @@ def plan(args: argparse.Namespace, console: Console | None = None) -> int:
         raise OpsdError(
             f"--device {args.device}", "times and sizes are known of some devices", f"use {', '.join(planner.DEVICES)}"
         )
-    student, teacher = shape_of(args.student, "--student"), shape_of(args.teacher, "--teacher")
+    student = shape_of(args.student, "--student")
+    teacher = None if args.teacher == "self" else shape_of(args.teacher, "--teacher")
     device = planner.DEVICES[args.device]
     if args.device_gb is not None:
         device = dataclasses.replace(device, name=f"a device of {args.device_gb:g} GB", bytes_=args.device_gb * 1e9)
@@ -96,7 +97,7 @@ def plan(args: argparse.Namespace, console: Console | None = None) -> int:
     )
     planner.check_positions(student, teacher, args.context, args.brief)
     fitting, why, most = [], [], planner.most_tokens(student, teacher, args.brief)
-    for layout in planner.layouts(args.gpus):
+    for layout in planner.layouts(args.gpus, own=teacher is None):
 
         def at(context: int, layout: planner.Layout = layout) -> planner.Estimate:
             return planner.fewest_ranks(student, teacher, layout, device, context, args.lora_rank, args.brief, memory.PART)
@@ -140,6 +141,8 @@ def plan(args: argparse.Namespace, console: Console | None = None) -> int:
         f"student {chosen.student_seconds:.1f} s",
         soft_wrap=True,
     )
+    if teacher is not None and chosen.layout.teacher == 0:
+        out.print("benchmarks/pair.py runs this; the recipe gives a device teacher devices of its own", soft_wrap=True)
     return 0
 
 

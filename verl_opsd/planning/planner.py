@@ -78,7 +78,7 @@ def step_seconds(shape: ModelShape, device: Device, tokens: int, chosen: Plan, a
 @dataclass(frozen=True)
 class Layout:
     """``teacher`` devices beside ``student`` ones, ``ranks`` of which hold one copy of the teacher together (FSDP2, ``opsd.teacher.ranks``);
-    0: the teacher shares the student's only device."""
+    0: the teacher shares the student's only device, or is the student itself."""
 
     student: int
     teacher: int
@@ -86,7 +86,7 @@ class Layout:
 
     def __str__(self) -> str:
         if self.teacher == 0:
-            return "both on one device"
+            return "both on one device" if self.student == 1 else f"student over {self.student}, its own teacher"
         return f"student over {self.student}, teacher on {self.teacher}" + (f" (ranks={self.ranks})" if self.ranks > 1 else "")
 
     def copies(self) -> list[Layout]:
@@ -115,15 +115,15 @@ class Estimate:
         return rounds / max(self.student_seconds, self.teacher_seconds * self.layout.student / self.layout.teacher)
 
 
-def layouts(gpus: int) -> list[Layout]:
-    """Every split of ``gpus`` devices.
+def layouts(gpus: int, own: bool = False) -> list[Layout]:
+    """Every split of ``gpus`` devices. ``own``: the student is its own teacher, so all are the student's.
 
     Raises:
         OpsdError: no device.
     """
     if gpus < 1:
         raise OpsdError(f"{gpus} devices", "a pair needs at least one", "name the number of devices")
-    return [Layout(1, 0)] if gpus == 1 else [Layout(gpus - t, t) for t in range(1, gpus)]
+    return [Layout(gpus, 0)] if own or gpus == 1 else [Layout(gpus - t, t) for t in range(1, gpus)]
 
 
 def gathered_bytes(shape: ModelShape, ranks: int) -> float:
@@ -133,37 +133,44 @@ def gathered_bytes(shape: ModelShape, ranks: int) -> float:
 
 
 def estimate(
-    student: ModelShape, teacher: ModelShape, layout: Layout, device: Device, context: int, rank: int, brief: int, part: int
+    student: ModelShape,
+    teacher: ModelShape | None,
+    layout: Layout,
+    device: Device,
+    context: int,
+    rank: int,
+    brief: int,
+    part: int,
 ) -> Estimate:
     """What a layout takes at a context.
 
     Args:
+        teacher: None: the student itself (its base, or a copy of the adapter), which scores every view whole.
         rank: of the student's adapters; 0: all its parameters are trained. brief: tokens that the teacher's view has beyond the context. part: most
             tokens of a part of a pass that runs in parts.
 
     Raises:
         OpsdError: it does not fit; the message names the side.
     """
-    room = memory.usable(device.bytes_)
+    room, scorer, tokens = memory.usable(device.bytes_), teacher or student, context + brief
     held = {
         "weights": memory.student_bytes(student, rank) / layout.student,
         "gathered": gathered_bytes(student, layout.student),
-        "teacher's vocabulary": BF16 * student.vocab * teacher.hidden if layout.teacher else 0.0,
+        "teacher's vocabulary": BF16 * student.vocab * scorer.hidden if layout.teacher else 0.0,
         "rollout server asleep": memory.ASLEEP,
     }
-    tokens = context + brief
-    scoring = memory.score_bytes(teacher, tokens, memory.at_once(teacher, tokens, layout.ranks, part))
-    scores = {
-        "teacher's weights": memory.teacher_bytes(teacher) / layout.ranks,
-        "teacher's gathered": gathered_bytes(teacher, layout.ranks),
-    }
+    scoring = memory.score_bytes(scorer, tokens, memory.at_once(teacher, tokens, layout.ranks, part) if teacher else tokens)
+    scores = {}
+    if teacher is not None:
+        scores["teacher's weights"] = memory.teacher_bytes(teacher) / layout.ranks
+        scores["teacher's gathered"] = gathered_bytes(teacher, layout.ranks)
     if layout.teacher == 0:
         held |= scores
     needed = (held if layout.teacher == 0 else scores) | {"its pass at work": scoring}
     if sum(needed.values()) > room:
         parts = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in needed.items() if v)
         raise OpsdError(
-            f"teacher of {memory.teacher_bytes(teacher) / 1e9:.0f} GB scoring {tokens} tokens on {device.name}",
+            f"teacher of {memory.teacher_bytes(scorer) / 1e9:.0f} GB scoring {tokens} tokens on {device.name}",
             f"its device holds {room / 1e9:.1f} GB and would take {sum(needed.values()) / 1e9:.1f} ({parts})",
             "shorten the context, take a smaller teacher, or give its copies more devices each",
         )
@@ -183,12 +190,19 @@ def estimate(
         held | {"a step or pass": max(step, scoring if layout.teacher == 0 else 0.0)},
         {} if layout.teacher == 0 else scores | {"at work": scoring},
         step_seconds(student, device, context, chosen, all_weights=rank == 0),
-        forward_seconds(teacher, device, tokens, teacher.kinds),
+        forward_seconds(scorer, device, tokens, scorer.kinds),
     )
 
 
 def fewest_ranks(
-    student: ModelShape, teacher: ModelShape, layout: Layout, device: Device, context: int, rank: int, brief: int, part: int
+    student: ModelShape,
+    teacher: ModelShape | None,
+    layout: Layout,
+    device: Device,
+    context: int,
+    rank: int,
+    brief: int,
+    part: int,
 ) -> Estimate:
     """:func:`estimate` with each copy of the teacher over as few devices as hold it.
 
@@ -202,12 +216,12 @@ def fewest_ranks(
     return estimate(student, teacher, most, device, context, rank, brief, part)
 
 
-def check_positions(student: ModelShape, teacher: ModelShape, context: int, brief: int) -> None:
+def check_positions(student: ModelShape, teacher: ModelShape | None, context: int, brief: int) -> None:
     """
     Raises:
         OpsdError: a model is not made for so many tokens.
     """
-    for side, shape, tokens in (("student", student, context), ("teacher", teacher, context + brief)):
+    for side, shape, tokens in (("student", student, context), ("teacher", teacher or student, context + brief)):
         if shape.positions is not None and tokens > shape.positions:
             raise OpsdError(
                 f"{tokens} tokens for a {side} of {shape.positions} positions",
@@ -216,9 +230,10 @@ def check_positions(student: ModelShape, teacher: ModelShape, context: int, brie
             )
 
 
-def most_tokens(student: ModelShape, teacher: ModelShape, brief: int) -> int:
+def most_tokens(student: ModelShape, teacher: ModelShape | None, brief: int) -> int:
     """The longest context that both models are made for; :data:`LONGEST` where neither says."""
-    limits = (student.positions, None if teacher.positions is None else teacher.positions - brief)
+    view = (teacher or student).positions
+    limits = (student.positions, None if view is None else view - brief)
     return max(min((n for n in limits if n is not None), default=LONGEST), 0)
 
 

@@ -280,6 +280,29 @@ def test_a_longer_context_takes_more(shape: ModelShape) -> None:
         assert sizes == sorted(sizes)
 
 
+def test_a_student_that_is_its_own_teacher() -> None:
+    """All devices are its own; of a step and of a pass over the whole view the larger one counts, and there is nothing of a teacher's."""
+    assert planner.layouts(8, own=True) == [Layout(8, 0)] and str(Layout(8, 0)) == "student over 8, its own teacher"
+    found = planner.estimate(STUDENT, None, Layout(8, 0), H200, 65536, 32, 4096, memory.PART)
+    assert set(found.student_bytes) == {
+        "weights",
+        "gathered",
+        "teacher's vocabulary",
+        "rollout server asleep",
+        "a step or pass",
+    }
+    assert found.student_bytes["teacher's vocabulary"] == 0 and found.teacher_bytes == {}
+    assert found.tokens_a_second == pytest.approx(8 * 65536 / (found.student_seconds + found.teacher_seconds))
+    # A view that is all brief: the pass is the larger one. Of a token in a linear layer as above, in the 9B's widths.
+    tiny = planner.estimate(STUDENT, None, Layout(8, 0), H200, 1024, 32, 200000, memory.PART)
+    token = 2 * (4 * 4096 + 2 * (2 * 2048 + 4096) + 5 * 4096 + 32 * 128 * 128 // 64)
+    assert tiny.student_bytes["a step or pass"] == 201024 * token
+    code, text = run("--gpus", "8", "--context", "65536", "--teacher", "self")
+    assert code == 0 and "take: student over 8, its own teacher" in text
+    code, text = run("--gpus", "1", "--context", "32768")
+    assert code == 0 and "the recipe gives a device teacher devices of its own" in text
+
+
 def test_a_large_teacher_gets_more_devices_than_the_student() -> None:
     """The student's step is the shorter one when it is small: then most devices score."""
     found = [planner.estimate(SMALL, TEACHER, a, H200, 32768, 32, 0, memory.PART) for a in planner.layouts(4)]

@@ -82,6 +82,17 @@ def test_the_planner_and_the_launch_agree(planned: Any, gb: int, context: int) -
             planner.estimate(STUDENT, TEACHER, layout, device, context, 32, BRIEF, memory.PART)
 
 
+@pytest.mark.parametrize(("gb", "context"), [(24, 16384), (40, 65536), (85, 65536), (85, 258048)])
+def test_they_agree_about_a_student_that_is_its_own_teacher(planned: Any, gb: int, context: int) -> None:
+    device = planner.Device("some", gb * 1e9)
+    found = planned("scale=gpu8", f"opsd.contract.context_length={context}", device=device.bytes_)
+    if "student" not in fits(found):
+        planner.estimate(STUDENT, None, planner.Layout(8, 0), device, context, 32, BRIEF, memory.PART)
+    else:
+        with pytest.raises(OpsdError):
+            planner.estimate(STUDENT, None, planner.Layout(8, 0), device, context, 32, BRIEF, memory.PART)
+
+
 @pytest.mark.parametrize(
     ("overrides", "side"),
     [
