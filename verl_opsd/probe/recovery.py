@@ -60,11 +60,12 @@ def recover(
         )
         if choice.max_view_tokens is not None and len(view) + tokens > choice.max_view_tokens:
             continue
-        made = teacher.continue_greedily(view, tokens, tokenizer.eos_token_id)
-        own = torch.from_numpy(t.input_ids[start : start + len(made)].astype(np.int64))
+        made = teacher.continue_greedily(view, tokens, markers.im_end)  # a base model's end token may be another
+        end = start + int(np.argmax(np.append(t.turn_index[start:] != t.turn_index[start], True)))
+        own = torch.from_numpy(t.input_ids[start : min(end, start + len(made))].astype(np.int64))
         same = int((made[: len(own)] == own).int().cumprod(0).sum())
         row = rows.setdefault(depth_bucket(start), {"ended": [], "same": [], "teacher": [], "student": []})
-        row["ended"].append(int(made[-1]) == tokenizer.eos_token_id)
+        row["ended"].append(int(made[-1]) == markers.im_end)
         row["same"].append(same)
         for name, model, prefix in (
             ("teacher", teacher, view),

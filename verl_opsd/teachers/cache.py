@@ -155,11 +155,14 @@ class SignalCache:
         """Writes one row's hidden states; whoever writes the same entry at the same time writes the same bytes.
 
         Raises:
-            OpsdError: some are NaN: every later run would read them.
+            OpsdError: some are NaN or infinite: every later run would read them. An unused slot of a server's support has the logarithm of 0.
         """
-        if bad := int(hidden_NH.isnan().any(-1).sum()):
+        broken_NH = hidden_NH.isnan() | hidden_NH.isposinf()
+        if not self.key.dtype.startswith("server"):
+            broken_NH |= hidden_NH.isneginf()
+        if bad := int(broken_NH.any(-1).sum()):
             raise OpsdError(
-                f"teacher {self.key.teacher} gives NaN at {bad} of {len(hidden_NH)} loss positions",
+                f"teacher {self.key.teacher} gives NaN or infinite values at {bad} of {len(hidden_NH)} loss positions",
                 "a signal is kept for other epochs and runs, so it is whole",
                 "look at the teacher's weights, dtype and device",
             )

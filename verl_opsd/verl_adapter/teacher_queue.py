@@ -7,14 +7,13 @@ It holds the teacher's pool of workers or its server, and the cache. Rows go in 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from torch import Tensor
 
 from verl_opsd.config import OpsdConfig
@@ -30,7 +29,7 @@ from verl_opsd.verl_adapter.teacher import TeacherClosed, TeacherPool, TeacherWo
 
 #: Name of verl's resource pools that hold the workers' device slots.
 POOL = "opsd_teacher"
-#: Seconds that ending all teachers may take.
+#: Seconds that ending a teacher may take.
 CLOSE_TIMEOUT_S = 30.0
 
 
@@ -241,14 +240,15 @@ def start_teachers(opsd: OpsdConfig, slots: dict[str, Any], vocabulary: int, tok
 
 
 def close_teachers(teachers: Sequence[TeacherHandle]) -> None:
-    """Ends every teacher of a run; a queue that has died has nothing left to end. What takes too long is said, and ends with Ray."""
-    calls = {t.actor.close.remote(): t.name for t in teachers}
-    ended, left = ray.wait(list(calls), num_returns=len(calls), timeout=CLOSE_TIMEOUT_S) if calls else ([], [])
-    for ref in ended:
-        with contextlib.suppress(RayActorError):
-            ray.get(ref)
-    if left:
-        print(f"warning: teacher {', '.join(calls[r] for r in left)} did not end in {CLOSE_TIMEOUT_S:g} s", flush=True)
+    """Ends every teacher of a run. It is the run's last act, also of one that failed, whose cause it must not hide: a teacher that does not
+    end is said, and ends with Ray; a queue that has died has nothing left to end."""
+    for t, ref in [(t, t.actor.close.remote()) for t in teachers]:
+        try:
+            ray.get(ref, timeout=CLOSE_TIMEOUT_S)
+        except RayActorError:
+            continue
+        except RayError as error:
+            print(f"warning: teacher {t.name} did not end: {type(error).__name__}: {error}", flush=True)
 
 
 def _server_pool(opsd: OpsdConfig, name: str, model: ModelTeacher, vocabulary: int) -> ServerPool:

@@ -143,11 +143,14 @@ def assert_same(got: Any, want: list[torch.Tensor]) -> None:
         assert not len(b) or float((a - b).norm() / b.norm()) < 1e-5
 
 
-def test_two_teachers_score_their_own_rows(local_ray: None, models: dict[str, str], url: str) -> None:
+def test_two_teachers_score_their_own_rows(
+    local_ray: None, models: dict[str, str], url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import transfer_queue as tq
     from verl.single_controller.ray import RayResourcePool
     from verl.utils.transferqueue_utils import _meta_to_realdata
 
+    from verl_opsd.verl_adapter import teacher_queue
     from verl_opsd.verl_adapter.passes import jagged
     from verl_opsd.verl_adapter.teacher import TeacherClosed
     from verl_opsd.verl_adapter.teacher_client import TeacherClient
@@ -193,6 +196,26 @@ def test_two_teachers_score_their_own_rows(local_ray: None, models: dict[str, st
             ray.get(t.actor.score.remote([[Pass(0, torch.tensor([0]), torch.tensor([5, 6, 7]), torch.tensor([1]))]]))
     ray.kill(teachers[0].actor)
     close_teachers(teachers)  # one that has died has nothing left to end
+
+    @ray.remote(num_cpus=0)
+    class Stuck:
+        def close(self) -> None:
+            time.sleep(60)
+
+    @ray.remote(num_cpus=0)
+    class Broken:
+        def close(self) -> None:
+            raise RuntimeError("of its own")
+
+    monkeypatch.setattr(teacher_queue, "CLOSE_TIMEOUT_S", 1.0)
+    stuck, broken = Stuck.remote(), Broken.remote()
+    ray.get([a.__ray_ready__.remote() for a in (stuck, broken)])
+    capsys.readouterr()
+    close_teachers([SimpleNamespace(name=n, actor=a) for n, a in (("stuck", stuck), ("broken", broken))])
+    said = capsys.readouterr().out
+    assert (
+        "teacher stuck did not end: GetTimeoutError" in said and "teacher broken did not end" in said and "of its own" in said
+    )
 
 
 def test_a_closed_server_teacher_leaves_no_request() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import re
@@ -203,6 +204,9 @@ def test_recovery_continues_the_students_prefixes(branches, student, teacher, to
     for row in rows:  # without a brief the student is its own teacher: greedy tokens have the least NLL that one token can have
         assert row["teacher"] == pytest.approx(row["student"]) and row["teacher"]["max"] < np.log(2048)
     other = recover(branches, student, teacher, tokenizer, CHOICE, "last_user", per_depth=2, tokens=6)
+    base = copy.deepcopy(tokenizer)
+    base.eos_token = "<|endoftext|>"  # as a base model has it: a turn still ends where the conversation's turns do
+    assert recover(branches, student, teacher, base, CHOICE, "last_user", per_depth=2, tokens=6) == other
     assert sum(r["prefixes"] for r in other) >= 2
     assert all(r["student"]["mean"] > r["teacher"]["mean"] for r in other)
     longest = max(len(context_ids(b, "brief", CHOICE, tokenizer)) + s for b, s in places)
@@ -214,6 +218,24 @@ def test_recovery_continues_the_students_prefixes(branches, student, teacher, to
 
 def run(paths, out: Path, *argv: str) -> int:
     return main(["probe", str(paths[0]), "--out", str(out), "--teacher", str(paths[2]), *argv])
+
+
+def test_recovery_compares_with_one_turn_of_the_student(branches, student, tokenizer):
+    """A teacher that goes on as the recorded branch does, past the turn's end, agrees with the turn alone."""
+    branch = branches[0]
+    ids, turns = branch.trajectory.input_ids, branch.trajectory.turn_index
+
+    class Parrot:
+        def __getattr__(self, name):
+            return getattr(student, name)
+
+        def continue_greedily(self, view, count, end):
+            return torch.from_numpy(ids[len(view) : len(view) + count].astype(np.int64))
+
+    rows = recover([branch], student, Parrot(), tokenizer, BriefChoice("none"), "system", tokens=10_000)
+    lengths = [int((turns == t).sum()) for t in (0, 1)]
+    got = sum(r["prefixes"] * r["tokens in a row as the student"] for r in rows)
+    assert got == sum(lengths) < len(ids) - int(np.argmax(turns >= 0))
 
 
 def test_command(paths, tmp_path, capsys):

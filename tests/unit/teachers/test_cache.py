@@ -40,12 +40,13 @@ def states(passes: list[Pass], dtype: torch.dtype = torch.float32) -> torch.Tens
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_was_put_comes_back_bit_by_bit(tmp_path, dtype):
-    one = SignalCache(tmp_path, KEY)
+    key = dataclasses.replace(KEY, dtype="server top 3")
+    one = SignalCache(tmp_path, key)
     assert one.get(row(1)) is None
     hidden = states(row(1), dtype)
     hidden[0, 0], hidden[0, 1] = float("-inf"), -0.0  # an unused slot of a support signal
     one.put(row(1), hidden)
-    other = SignalCache(tmp_path, KEY)
+    other = SignalCache(tmp_path, key)
     back = other.get(row(1))
     assert back.dtype == dtype and back.shape == hidden.shape
     assert back.view(torch.uint8).tolist() == hidden.view(torch.uint8).tolist()
@@ -53,12 +54,19 @@ def test_what_was_put_comes_back_bit_by_bit(tmp_path, dtype):
     assert other.size() == one.written == sum(p.stat().st_size for p in tmp_path.glob("*/*"))
 
 
-def test_a_signal_that_holds_nan_is_not_kept(tmp_path):
+@pytest.mark.parametrize("odd", ["nan", "inf", "-inf"])
+def test_a_signal_that_is_no_number_is_not_kept(tmp_path, odd):
     """Every later run over the same views would read it, with a teacher that is well again."""
     hidden = states(row(1))
-    hidden[1:, 3] = float("nan")
-    store = SignalCache(tmp_path, KEY)
-    with pytest.raises(OpsdError, match="teacher m gives NaN at 2 of 3 loss positions"):
+    hidden[1:, 3] = float(odd)
+    server = SignalCache(tmp_path / "server", dataclasses.replace(KEY, dtype="server top 3"))
+    if odd == "-inf":  # the log-probability of a slot that is not used
+        server.put(row(1), hidden)
+    else:
+        with pytest.raises(OpsdError, match="2 of 3 loss positions"):
+            server.put(row(1), hidden)
+    store = SignalCache(tmp_path / "device", KEY)
+    with pytest.raises(OpsdError, match="teacher m gives NaN or infinite values at 2 of 3 loss positions"):
         store.put(row(1), hidden)
     assert store.get(row(1)) is None and store.size() == 0
 
