@@ -7,6 +7,7 @@ word is the frame. What is read is then held against the rendered ids themselves
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -114,6 +115,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 def _render(tokenizer: Any) -> tuple[str, str, str | None]:
     """A plain exchange; the same up to its reply, with the generation prefix; one with a tool's result, None where the template has none."""
     system, user, reply = ({"role": role, "content": _WORDS[role]} for role in ("system", "user", "assistant"))
+    after = {"role": "user", "content": "Echo"}  # some templates leave the last message open
 
     def render(messages: Sequence[dict[str, Any]], prompt: bool = False) -> str:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
@@ -121,14 +123,14 @@ def _render(tokenizer: Any) -> tuple[str, str, str | None]:
     if not getattr(tokenizer, "chat_template", None):
         _refuse("is missing")
     try:
-        plain, asked = render([system, user, reply]), render([system, user], prompt=True)
+        plain, asked = render([system, user, reply, after]), render([system, user], prompt=True)
     except (TemplateError, ValueError, TypeError) as e:
         _refuse(f"renders no system message, user message and reply: {str(e).splitlines()[0][:160]}")
-    for arguments in _ARGUMENTS:
+    for arguments, rest in itertools.product(_ARGUMENTS, ([after], [])):
         call = {"id": "call00000", "type": "function", "function": {"name": "bash", "arguments": arguments}}
         result = {"role": "tool", "tool_call_id": "call00000", "content": _WORDS["tool"]}
         try:
-            with_tool = render([system, user, reply | {"tool_calls": [call]}, result])
+            with_tool = render([system, user, reply | {"tool_calls": [call]}, result, *rest])
         except (TemplateError, ValueError, TypeError):
             continue
         return plain, asked, with_tool if _WORDS["tool"] in with_tool else None

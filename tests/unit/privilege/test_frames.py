@@ -81,6 +81,39 @@ def test_tool_results_in_blocks_of_their_own_are_no_user_turns() -> None:
     assert seen["block"] == seen["message"]  # a message that quotes the tag is a message
 
 
+#: The frames of models in use, as their templates write them (shortened to what is rendered here).
+OPEN_END = """{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']}}{% if (loop.last and
+add_generation_prompt) or not loop.last %}{{ '<|im_end|>' + '\n'}}{% endif %}{% endfor %}{% if add_generation_prompt and
+messages[-1]['role'] != 'assistant' %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+TRIMMED = """{%- for m in messages -%}
+{%- set content = m.content | trim -%}
+{%- if m.role == 'assistant' -%}
+{{ '<|im_start|>assistant\n<think>\n' }}{{ '\n</think>\n\n' + content }}
+{%- for call in m.tool_calls or [] -%}{%- for name, value in call.function.arguments | items -%}{{ name + value }}{%- endfor -%}{%- endfor -%}
+{{ '<|im_end|>\n' }}
+{%- elif m.role == 'tool' -%}{{ '<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response><|im_end|>\n' }}
+{%- else -%}{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif -%}"""
+STRICT = """{%- for m in messages -%}
+{%- if m.role == 'user' and loop.previtem is defined and loop.previtem.role == 'tool' -%}{{ raise_exception('no user here') }}{%- endif -%}
+{%- if m.role == 'tool' -%}{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}
+{%- else -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "wrapped"), [(OPEN_END, False), (TRIMMED, True), (STRICT, True)], ids=["open", "trimmed", "strict"]
+)
+def test_other_ways_to_write_the_same_frames(text: str, wrapped: bool) -> None:
+    """A last message left open, reasoning around replies, arguments as an object only, no user message behind a tool's result."""
+    own, ours = ChatMarkers.from_tokenizer(tokenizer_of(text)), ChatMarkers.from_tokenizer(chat_tokenizer())
+    assert own == (ours if wrapped else dataclasses.replace(ours, tool_response=()))
+
+
 def test_another_wrapper_is_the_templates() -> None:
     tokenizer = tokenizer_of(template().replace("tool_response>", "result>"))
     markers = ChatMarkers.from_tokenizer(tokenizer)
