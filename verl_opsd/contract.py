@@ -109,7 +109,7 @@ class EvalContract:
                 raise OpsdError(
                     f"contract.{name}={getattr(self, name)!r}",
                     f"{name} is a limit and must be above 0; unlimited runs are not comparable with anything",
-                    f"set contract.{name} to the value that evaluation uses (step_limit: 200)",
+                    f"set it to the value that evaluation uses; the default is {getattr(type(self), name)}",
                 )
         if self.max_tokens >= self.context_length:
             raise OpsdError(

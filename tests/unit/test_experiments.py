@@ -134,3 +134,15 @@ def test_scales_without_accelerator_use_huge_pages_unless_the_user_says_otherwis
     assert "glibc.malloc.hugetlb=1" in found.GLIBC_TUNABLES.split(":") and found.PYTHONMALLOC == "pymalloc"
     gpu = compose("+recipe=opd", "scale=gpu2", "actor_rollout_ref.model.path=/m", "teacher=self").hydra.job.env_set
     assert "GLIBC_TUNABLES" not in gpu
+
+
+def test_an_experiment_of_ones_own(compose, tmp_path: Path) -> None:
+    """A folder beside the project's own, as --config-dir names one; groups and keys of the recipe are overridden."""
+    from verl_opsd.verl_adapter.launch import parse
+
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults:\n  - override /loss: anchored\nopsd:\n  loss:\n    clip: 2.0\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    opsd: OpsdConfig = parse(compose("+recipe=opd", "+experiment=mine", f"hydra.searchpath=[file://{tmp_path}]"))
+    plain: OpsdConfig = parse(compose("+recipe=opd"))
+    assert (plain.loss.clip, opsd.loss.clip) == (None, 2.0) and opsd.loss.anchor > plain.loss.anchor == 0.0

@@ -135,6 +135,12 @@ def choose_plan(shape: ModelShape, tokens: int, budget_bytes: float, offload: bo
             if step_bytes(shape, tokens, chosen) <= budget_bytes:
                 return chosen
     least = step_bytes(shape, tokens, plan(shape, tokens, 0, offload=tried[-1]))
+    if budget_bytes < 0:
+        raise OpsdError(
+            f"no memory for a step on {tokens} tokens: what stays beside it takes {-budget_bytes / 1e9:.1f} GB more than there is",
+            f"with all weights elsewhere, a step takes {least / 1e9:.1f} GB at least",
+            "give the student more devices or larger ones",
+        )
     inputs = "on the host" if tried[-1] else "kept on the device"
     raise OpsdError(
         f"a step on {tokens} tokens in {budget_bytes / 1e9:.1f} GB",

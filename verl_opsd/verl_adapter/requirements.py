@@ -259,7 +259,7 @@ def check_layers(config: DictConfig, opsd: OpsdConfig, student_path: str) -> Non
     """Code of others that the student's layers are asked to run on is there, and is not in the place of this project's.
 
     Raises:
-        OpsdError: flash attention that is not installed, or Liger's patches where they can't run or would hide kernels.
+        OpsdError: flash attention that is not installed, flex attention without an accelerator, or Liger's patches where they can't run or would hide kernels.
     """
     import transformers.utils
     from transformers import AutoConfig
@@ -273,6 +273,12 @@ def check_layers(config: DictConfig, opsd: OpsdConfig, student_path: str) -> Non
             f"actor_rollout_ref.model.override_config.attn_implementation={attention}, which can't run on this host",
             "transformers wants its package, and an accelerator that it is made for",
             "set it to sdpa, or install the package",
+        )
+    if attention == "flex_attention" and not opsd.scale.startswith("gpu"):
+        raise OpsdError(
+            f"actor_rollout_ref.model.override_config.attn_implementation=flex_attention with scale={opsd.scale}",
+            "torch makes no gradients of flex attention without an accelerator",
+            "set it to sdpa",
         )
     layers = getattr(AutoConfig.from_pretrained(student_path).get_text_config(), "layer_types", None) or ()
     if model.get("use_liger") and ("linear_attention" in layers or not opsd.scale.startswith("gpu")):

@@ -116,6 +116,11 @@ def test_as_many_layers_are_kept_as_fit() -> None:
         memory.choose_plan(SHAPE, 32768, memory.step_bytes(SHAPE, 32768, Plan((False,) * 32, offload=True)) - 1)
 
 
+def test_a_device_that_what_stays_overfills() -> None:
+    with pytest.raises(OpsdError, match=r"takes 2\.5 GB more than there is"):
+        memory.choose_plan(SHAPE, 32768, -2.5e9)
+
+
 def test_transformers_layers_keep_what_was_measured() -> None:
     """benchmarks/results/pair.txt: 32,768 tokens of one layer of the 9B, transformers' and fused, GB between forward and backward."""
     plain = dataclasses.replace(SHAPE, fused=False)

@@ -42,9 +42,16 @@ def test_flash_attention_that_is_not_there(students: dict[str, str], monkeypatch
     check(students["plain"], attention=f"flash_attention_{version}", address="10.0.0.1:6379")  # other hosts run it
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention", "ulysses_sdpa"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "ulysses_sdpa"])
 def test_other_attentions_need_no_package(students: dict[str, str], attention: str) -> None:
     check(students["plain"], attention=attention)
+
+
+@pytest.mark.parametrize("scale", ["local", "smollm", "cpu8"])
+def test_flex_attention_has_no_gradient_on_the_host(students: dict[str, str], scale: str) -> None:
+    with pytest.raises(OpsdError, match=f"attn_implementation=flex_attention with scale={scale}"):
+        check(students["plain"], scale, attention="flex_attention")
+    check(students["plain"], "gpu1", attention="flex_attention")
 
 
 @pytest.mark.parametrize(
