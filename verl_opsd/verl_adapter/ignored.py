@@ -20,6 +20,9 @@ _ENTROPY = "no entropy is made of whole logits here; leave it out"
 _FSDP1 = "it is FSDP1's; leave it out"
 _OTHER = "it is of another engine of verl's; leave it out"
 _QUANTIZED = "weights are trained as they are; no export and no server would know of it"
+_LINEAR = "an adapter binds linear modules: target_modules"
+#: Ways out of keys that verl follows, and what stands around it doesn't.
+FOLLOWED_IN_PART = (_FOLDER, _QUANTIZED, _LINEAR)
 _MEGATRON = "it is Megatron's; set lora_rank, lora_alpha, target_modules and lora_adapter_path of the model"
 _CLASS = "the class that reads the section is verl's own; leave it out"
 #: Of verl's section of a model, both recipes.
@@ -33,7 +36,7 @@ _MODEL = {
         ),
         _MADE,
     ),
-    "target_parameters": "an adapter binds linear modules: target_modules",
+    "target_parameters": _LINEAR,
     "fused_kernel_options": "fused kernels bypass the vocabulary head; leave it out",
     "tiled_mlp": "verl's FSDP engine reads it nowhere; lower data.max_token_len_per_gpu or ppo_max_token_len_per_gpu",
     "mtp": "heads for several tokens are neither trained nor served here; leave it out",
@@ -188,11 +191,10 @@ def check_ignored(config: DictConfig, ignored: Mapping[str, str] = IGNORED, refe
         for name, value in given.items():
             expected: Any = RECIPE.get(name, usual.get(name))
             if value not in (expected, *next((v for k, v in SAME.items() if name.endswith(k)), ())):
-                raise OpsdError(
-                    f"{name}={OmegaConf.select(config, name)}",
-                    f"this recipe reads it nowhere; it would be ignored in silence (usual value {expected})",
-                    way_out,
-                )
+                nowhere = "this recipe reads it nowhere; it would be ignored in silence"
+                partly = "verl would follow it, and the launch checks, exports or servers would not"
+                rule = partly if way_out in FOLLOWED_IN_PART else nowhere
+                raise OpsdError(f"{name}={OmegaConf.select(config, name)}", f"{rule} (usual value {expected})", way_out)
 
 
 def _at(root: Any, key: str) -> Any:

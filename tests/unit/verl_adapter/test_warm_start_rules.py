@@ -71,6 +71,9 @@ def plain(compose) -> Any:
         ("trainer.n_gpus_per_node", 4, "nproc_per_node"),
         ("trainer.profile_interval", [3, 1], "profile_interval"),
         ("optim.optimizer", "Foo", "optim.optimizer=Foo"),
+        ("engine.qat.enable", True, r"engine.qat.enable=True\n(.|\n)*exports or servers would not"),
+        ("model.tokenizer_path", "/x", r"model.tokenizer_path=/x\n(.|\n)*launch checks"),
+        ("model.tiled_mlp.enabled", True, r"model.tiled_mlp.enabled=True\n(.|\n)*ignored in silence"),
         ("data.cache_dir", "/x", "data.cache_dir"),  # of verl's PPO trainer alone
         ("data.micro_batch_size_per_gpu", 0, "micro_batch_size_per_gpu=0"),
         ("trainer.max_ckpt_to_keep", 0, "max_ckpt_to_keep=0"),
