@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,13 +21,15 @@ STAGES = ("score", "train")
 
 @dataclass(frozen=True)
 class Run:
-    """One report: tokens a second by stage, largest peak of a student rank (bytes), least and largest idle share while training."""
+    """One report: tokens a second by stage, largest peak of a student rank (bytes), least and largest idle share while training, and
+    what must be the same in runs that are compared."""
 
     name: str
     ranks: int
     tokens_a_second: dict[str, float]
     peak_bytes: int
     idle: tuple[float, float] | None
+    same: dict[str, Any]
 
     @classmethod
     def read(cls, folder: Path) -> Run:
@@ -41,7 +44,11 @@ class Run:
             raise SystemExit(f"error: {path} has no figures of student ranks: give directories of runs that trained and ended")
         idle = [v for k, v in report["devices"]["idle"].get("train", {}).items() if k in peaks]
         span = (min(idle), max(idle)) if idle else None
-        return cls(folder.name, len(peaks), report["tokens_a_second"], max(peaks.values()), span)
+        branches = report.get("branches") or {}
+        same = {k: branches.get(k) for k in ("sequence_tokens", "loss_tokens")} | {
+            k: report.get(k) for k in ("brief", "teacher")
+        }
+        return cls(folder.name, len(peaks), report["tokens_a_second"], max(peaks.values()), span, same)
 
 
 def efficiency(run: Run, first: Run, stage: str) -> float | None:
@@ -52,8 +59,20 @@ def efficiency(run: Run, first: Run, stage: str) -> float | None:
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """One row a run, the fewest ranks first."""
+    """One row a run, the fewest ranks first.
+
+    Raises:
+        SystemExit: no run, or runs of other rows, whose rates say nothing about ranks.
+    """
+    if not runs:
+        raise SystemExit("error: no run: give run directories")
     ordered = sorted(runs, key=lambda r: r.ranks)
+    for r in ordered[1:]:
+        other = [f"{k} {r.same[k]} and {v}" for k, v in ordered[0].same.items() if r.same[k] != v]
+        if other:
+            raise SystemExit(
+                f"error: {r.name} and {ordered[0].name} ran other rows ({'; '.join(other)}): compare runs on one corpus"
+            )
     out = Table("run", "ranks", *(f"{s}: tokens/s, efficiency" for s in STAGES), "peak GB a rank", "idle while training")
     for r in ordered:
         cells = []

@@ -40,6 +40,23 @@ def test_efficiency_is_a_ranks_share_of_the_smallest_run(scaling: Any, tmp_path:
 
 
 @pytest.mark.parametrize(
+    "other", [{"branches": {"sequence_tokens": 9, "loss_tokens": 5}}, {"teacher": "self"}, {"brief": {"name": "none"}}]
+)
+def test_runs_of_other_rows_are_not_compared(scaling: Any, tmp_path: Path, other: dict[str, Any]) -> None:
+    same = {"branches": {"sequence_tokens": 90, "loss_tokens": 5}, "teacher": "device", "brief": {"name": "peer_spec"}}
+    folders = [report(tmp_path / name, ranks, train=100.0) for name, ranks in (("one", 1), ("two", 2), ("four", 4))]
+    for folder, more in zip(folders, (same, same, same | other), strict=True):
+        path = folder / "report.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    one, two, four = map(scaling["Run"].read, folders)
+    assert list(scaling["table"]([two, one]).columns[0].cells) == ["one", "two"]
+    with pytest.raises(SystemExit, match="four and one ran other rows"):
+        scaling["table"]([two, four, one])
+    with pytest.raises(SystemExit, match="no run"):
+        scaling["table"]([])
+
+
+@pytest.mark.parametrize(
     "content", [None, {}, {"tokens_a_second": {}, "devices": {"idle": {}, "peak_bytes": {"student 0": 1}}}]
 )
 def test_runs_without_figures_are_named(scaling: Any, tmp_path: Path, content: Any) -> None:
