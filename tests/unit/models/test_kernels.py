@@ -102,6 +102,21 @@ def test_one_sequence_is_transformers_and_packed_is_alone(models: tuple[Any, Any
     assert (whole - packed)[:, 71:].abs().max() > 1e-2  # boundaries matter
 
 
+@pytest.mark.parametrize("lengths", [(1, 63, 64, 65), (64, 64), (1, 1, 1, 2), (130, 1, 2, 3)])
+def test_the_gradient_of_packed_sequences_is_that_of_each_alone(models: tuple[Any, Any], lengths: tuple[int, ...]) -> None:
+    """Lengths around a chunk of 64 and below the convolution's width; every parameter."""
+    theirs, ours = models
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(97, (1, sum(lengths)), generator=generator)
+    weight = torch.randn(1, sum(lengths), 97, generator=generator)
+    places = torch.cat([torch.arange(n) for n in lengths])[None]
+    alone = torch.cat([theirs(x, use_cache=False).logits for x in ids.split(lengths, dim=1)], dim=1)
+    packed = ours(ids, position_ids=places, cu_seq_lens_q=kernels.cumulative(lengths, "cpu"), use_cache=False).logits
+    grads = [torch.autograd.grad((x * weight).sum(), m.parameters()) for x, m in ((packed, ours), (alone, theirs))]
+    for got, want in zip(*grads, strict=True):
+        assert (got - want).norm() <= 1e-4 * want.norm() + 1e-6
+
+
 @pytest.mark.parametrize("sizes", [(150,), (75, 75), (1, 2, 64, 83), (149, 1)])
 @torch.no_grad()
 def test_parts_with_carried_state_are_one_pass(models: tuple[Any, Any], sizes: tuple[int, ...]) -> None:
