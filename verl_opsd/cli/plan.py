@@ -100,7 +100,10 @@ def plan(args: argparse.Namespace, console: Console | None = None) -> int:
     for layout in planner.layouts(args.gpus, own=teacher is None):
 
         def at(context: int, layout: planner.Layout = layout) -> planner.Estimate:
-            return planner.fewest_ranks(student, teacher, layout, device, context, args.lora_rank, args.brief, memory.PART)
+            def of(one: planner.Layout) -> planner.Estimate:
+                return planner.estimate(student, teacher, one, device, context, args.lora_rank, args.brief, memory.PART)
+
+            return planner.fewest_ranks(layout, of)
 
         def fits(context: int, at: Callable[[int], planner.Estimate] = at) -> bool:
             try:

@@ -194,17 +194,8 @@ def estimate(
     )
 
 
-def fewest_ranks(
-    student: ModelShape,
-    teacher: ModelShape | None,
-    layout: Layout,
-    device: Device,
-    context: int,
-    rank: int,
-    brief: int,
-    part: int,
-) -> Estimate:
-    """:func:`estimate` with each copy of the teacher over as few devices as hold it.
+def fewest_ranks(layout: Layout, at: Callable[[Layout], Estimate]) -> Estimate:
+    """``at`` of a layout with each copy of the teacher over as few devices as hold it.
 
     Raises:
         OpsdError: none fits; that of the copies over the most devices.
@@ -212,8 +203,8 @@ def fewest_ranks(
     *fewer, most = layout.copies()
     for one in fewer:
         with suppress(OpsdError):
-            return estimate(student, teacher, one, device, context, rank, brief, part)
-    return estimate(student, teacher, most, device, context, rank, brief, part)
+            return at(one)
+    return at(most)
 
 
 def check_positions(student: ModelShape, teacher: ModelShape | None, context: int, brief: int) -> None:

@@ -246,8 +246,11 @@ HYBRID = dataclasses.replace(STUDENT, kinds=STUDENT.kinds[:8], tied=True)
 
 def longest(student: ModelShape, teacher: ModelShape, layout: Layout, gb: float, rank: int = 32) -> int:
     def fits(context: int) -> bool:
+        device = planner.Device("some", gb * 1e9)
         try:
-            planner.fewest_ranks(student, teacher, layout, planner.Device("some", gb * 1e9), context, rank, 0, memory.PART)
+            planner.fewest_ranks(
+                layout, lambda one: planner.estimate(student, teacher, one, device, context, rank, 0, memory.PART)
+            )
         except OpsdError:
             return False
         return True
@@ -311,10 +314,14 @@ def test_a_large_teacher_gets_more_devices_than_the_student() -> None:
 
 def test_a_teacher_over_two_devices_where_one_does_not_hold_it() -> None:
     forty = planner.Device("40 GB", 40e9)
-    found = planner.fewest_ranks(STUDENT, TEACHER, Layout(2, 2), forty, 8192, 32, 0, memory.PART)
+
+    def at(layout: Layout) -> planner.Estimate:
+        return planner.estimate(STUDENT, TEACHER, layout, forty, 8192, 32, 0, memory.PART)
+
+    found = planner.fewest_ranks(Layout(2, 2), at)
     assert found.layout == Layout(2, 2, 2) and str(found.layout) == "student over 2, teacher on 2 (ranks=2)"
     with pytest.raises(OpsdError, match=r"its device holds 37\.3 GB and would take"):
-        planner.fewest_ranks(STUDENT, TEACHER, Layout(3, 1), forty, 8192, 32, 0, memory.PART)
+        planner.fewest_ranks(Layout(3, 1), at)
 
 
 @pytest.mark.parametrize("limit", [0, 1024, 5000, 10**9])
