@@ -173,10 +173,10 @@ def read_rows(path: Path) -> list[CorpusRow]:
             f"this version reads schema {CORPUS_SCHEMA} with the columns {SCHEMA.names}",
             "build the corpus again with `opsd corpus build`",
         )
-    inner = [c.values for name in _ARRAYS for c in table[name].chunks]
+    within = {name: sum(c.values.null_count for c in table[name].chunks) for name in _ARRAYS}
     try:
-        if nulls := [n for n in SCHEMA.names if table[n].null_count] or any(v.null_count for v in inner):
-            raise ValueError(f"nulls in {nulls if isinstance(nulls, list) else 'a list'}")
+        if nulls := [n for n in SCHEMA.names if table[n].null_count or within.get(n)]:
+            raise ValueError(f"nulls in {nulls}")
         plain = table.drop_columns(list(_ARRAYS)).to_pylist()
         arrays = {
             name: [value.values.to_numpy(zero_copy_only=False).astype(kind, copy=False) for value in table[name]]

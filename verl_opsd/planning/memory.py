@@ -6,6 +6,7 @@ The formulas count what this project's code holds at its peak; benchmarks/pair.p
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from verl_opsd.distill.chunk import ONE_PASS_ROWS, ROWS
 from verl_opsd.errors import OpsdError
@@ -24,6 +25,11 @@ TILE = 256
 TRAINED = 16
 #: Bytes that a rollout server's process of its own keeps on a device while it sleeps: its CUDA context and graphs.
 ASLEEP = 3e9
+
+
+def in_gb(parts: Mapping[str, float]) -> str:
+    """Parts of a device's memory, for messages; those of no bytes are left out."""
+    return ", ".join(f"{name} {value / 1e9:.1f}" for name, value in parts.items() if value)
 
 
 def usable(device_bytes: float) -> float:

@@ -168,17 +168,15 @@ def estimate(
         held |= scores
     needed = (held if layout.teacher == 0 else scores) | {"its pass at work": scoring}
     if sum(needed.values()) > room:
-        parts = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in needed.items() if v)
         raise OpsdError(
             f"teacher of {memory.teacher_bytes(scorer) / 1e9:.0f} GB scoring {tokens} tokens on {device.name}",
-            f"its device holds {room / 1e9:.1f} GB and would take {sum(needed.values()) / 1e9:.1f} ({parts})",
+            f"its device holds {room / 1e9:.1f} GB and would take {sum(needed.values()) / 1e9:.1f} ({memory.in_gb(needed)})",
             "shorten the context, take a smaller teacher, or give its copies more devices each",
         )
     if sum(held.values()) > room:
-        parts = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in held.items() if v)
         raise OpsdError(
             f"student of {student.parameters / 1e9:.1f} B parameters over {layout.student} of {device.name}",
-            f"each holds {room / 1e9:.1f} GB, and before a step would take {sum(held.values()) / 1e9:.1f} ({parts})",
+            f"each holds {room / 1e9:.1f} GB, and before a step would take {sum(held.values()) / 1e9:.1f} ({memory.in_gb(held)})",
             "give the student more devices, or train adapters",
         )
     chosen = memory.choose_plan(student, context, room - sum(held.values()))

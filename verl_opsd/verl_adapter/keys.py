@@ -75,8 +75,6 @@ def _compare_kinds(given: dict[Any, Any], reference: dict[Any, Any], where: str)
         elif isinstance(usual, (int, float)) and (
             isinstance(value, (str, list, dict)) or isinstance(usual, bool) != isinstance(value, bool)
         ):
-            if value is None and not isinstance(usual, bool):
-                continue  # verl has a value of its own for it
             kind = "true or false" if isinstance(usual, bool) else "a number"
             raise OpsdError(f"{where}{key}={value}", f"{where}{key} is {kind}", "correct the value")
 

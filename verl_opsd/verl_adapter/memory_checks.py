@@ -40,8 +40,7 @@ class Need:
         return sum(self.parts.values())
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in self.parts.items() if value)
-        return f"{self.side}: {self.total / 1e9:.1f} of {self.room / 1e9:.1f} GB ({parts})"
+        return f"{self.side}: {self.total / 1e9:.1f} of {self.room / 1e9:.1f} GB ({memory.in_gb(self.parts)})"
 
 
 def forward_tokens(config: DictConfig, opsd: OpsdConfig) -> int:
